@@ -1,4 +1,9 @@
-"""What a planted fault and a healthy model have in common: a training setup, made on demand."""
+"""What a planted fault and a healthy model have in common: a training setup, made on demand.
+
+The files `_faults*` and `_healthy*` build their cases from these models, data and optimizers, and
+`benchmarks diagnosis` trains them. Data and weights come from fixed seeds: changing one here
+changes the figures of docs/diagnosis.md.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +98,11 @@ class Blobs:
         return made
 
 
+BLOBS = Blobs()
+CE = nn.CrossEntropyLoss()
+MSE = nn.MSELoss()
+
+
 def regression(
     count: int = 25, size: int = 32, width: int = 16, outputs: int = 1, seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
@@ -142,6 +152,14 @@ def texts(
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross entropy over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def adam(model: nn.Module, lr: float = 1e-3, **options: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, **options)  # type: ignore[arg-type]
+
+
+def sgd(model: nn.Module, lr: float = 0.05, **options: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)  # type: ignore[arg-type]
 
 
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:

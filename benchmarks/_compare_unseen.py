@@ -6,7 +6,6 @@ them are no larger than the noise.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -123,11 +122,13 @@ FAULTS: dict[str, Callable[[nn.Module], bool]] = {
 """What was done -> the function that does it to a model; False where there is nothing to change."""
 
 
-def fault_pairs(fault: str, *, low: bool) -> Iterator[tuple[str, Run, Run]]:
-    """(architecture, the model, the model with the fault), in bfloat16 where `low`."""
+def fault_pairs(fault: str, *, low: tuple[bool, bool]) -> Iterator[tuple[str, Run, Run]]:
+    """(architecture, the model, the model with the fault), each in bfloat16 where `low`."""
     for name in UNSEEN:
         for seed in SEEDS[:1]:
             a, b = (_run(name, seed, "eager") for _ in range(2))
             if FAULTS[fault](b.model):
-                sides: Any = (lowered(a), lowered(b)) if low else (a, b)
-                yield name, *sides
+                one, two = (
+                    lowered(run) if each else run for run, each in zip((a, b), low, strict=True)
+                )
+                yield name, one, two

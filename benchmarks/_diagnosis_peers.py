@@ -260,12 +260,12 @@ def _train(
 
 
 def _plain_step(model: nn.Module, batch: Any, loss: Any, optimizers: list[Any]) -> Tensor:
-    from torchfmri._checkup.copies import loss_of, split_batch
+    from torchfmri._checkup.users_step import loss_in_step, split_batch
 
     for each in optimizers:
         each.zero_grad()
     split = split_batch(batch, loss)
-    value = loss_of(model(*split.arguments, **split.keywords), split.target, loss)
+    value = loss_in_step(model(*split.arguments, **split.keywords), split, loss)
     if value.requires_grad:
         value.backward()
     for each in optimizers:

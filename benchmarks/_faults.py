@@ -1,4 +1,9 @@
-"""Planted faults: training setups with one thing wrong, and what should be said about each."""
+"""Planted faults: training setups with one thing wrong, and what should be said about each.
+
+`benchmarks diagnosis` and `tests/_diagnosis/test_diagnosis_suite.py` train every case of `FAULTS`.
+A new fault is a function that returns a `Case` and an entry of that list. An expectation is what a
+person would call the fault, written before the diagnosis is run; do not fit it to what is found.
+"""
 
 # ruff: noqa: E501  (one fault, one line)
 
@@ -7,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks._cases import (
+    BLOBS,
+    CE,
+    MSE,
     Attention,
     Blobs,
     Block,
@@ -15,28 +23,17 @@ from benchmarks._cases import (
     Fault,
     LanguageModel,
     MixtureOfExperts,
+    adam,
     images,
     mlp,
     regression,
+    sgd,
     texts,
     token_loss,
 )
 from benchmarks._faults_loss import LOSS_FAULTS
 from benchmarks._faults_output import OUTPUT_FAULTS
 from benchmarks._faults_setup import SETUP_FAULTS
-
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
-MSE = nn.MSELoss()
-
-
-def sgd(model: nn.Module, lr: float = 0.05, **options: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)  # type: ignore[arg-type]
-
-
-def adam(model: nn.Module, lr: float = 1e-3, **options: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, **options)  # type: ignore[arg-type]
-
 
 # -- numeric -------------------------------------------------------------------------------------
 

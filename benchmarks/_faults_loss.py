@@ -6,14 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks._cases import Blobs, Case, Fault, LanguageModel, images, mlp, texts, token_loss
-
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
-
-
-def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr)
+from benchmarks._cases import (
+    BLOBS,
+    CE,
+    Case,
+    Fault,
+    LanguageModel,
+    adam,
+    images,
+    mlp,
+    texts,
+    token_loss,
+)
 
 
 def softened(count: int = 25) -> list[tuple[Tensor, Tensor]]:

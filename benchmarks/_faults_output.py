@@ -6,13 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks._cases import Blobs, Case, Fault, LanguageModel, images, mlp, texts, token_loss
+from benchmarks._cases import (
+    BLOBS,
+    CE,
+    Case,
+    Fault,
+    LanguageModel,
+    images,
+    mlp,
+    texts,
+    token_loss,
+)
 from benchmarks._faults_loss import adam
 from benchmarks._faults_setup import Batch, train
-
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
-
 
 # -- constants -----------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks._cases import (
-    Blobs,
+    BLOBS,
+    CE,
     Case,
     ConvNet,
     Fault,
     LanguageModel,
+    adam,
     images,
     mlp,
     texts,
@@ -21,13 +23,7 @@ from benchmarks._cases import (
 )
 from benchmarks._faults_loss import sequences
 
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
 Batch = tuple[Tensor, Tensor]
-
-
-def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def train(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:

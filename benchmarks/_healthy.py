@@ -1,4 +1,9 @@
-"""Healthy training setups, each with something about it that looks like a fault and is none."""
+"""Healthy training setups, each with something about it that looks like a fault and is none.
+
+`benchmarks diagnosis` and `tests/_diagnosis/test_diagnosis_suite.py` train every case of
+`HEALTHY`, and any finding of them is a false alarm. A new case is a function that returns a `Case`
+and an entry of that list, with the trap in words.
+"""
 
 # ruff: noqa: E501  (one case, one line)
 
@@ -9,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks._cases import (
-    Blobs,
+    BLOBS,
+    CE,
+    MSE,
     Case,
     ConvNet,
     Healthy,
     LanguageModel,
     MixtureOfExperts,
+    adam,
     images,
     mlp,
     regression,
@@ -25,14 +33,7 @@ from benchmarks._healthy_loss import LOSS_HEALTHY
 from benchmarks._healthy_output import OUTPUT_HEALTHY
 from benchmarks._healthy_setup import SETUP_HEALTHY
 
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
-MSE = nn.MSELoss()
 STEPS = 200
-
-
-def adam(model: nn.Module, lr: float = 1e-3, **options: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, **options)  # type: ignore[arg-type]
 
 
 def relu_mlp() -> Case:

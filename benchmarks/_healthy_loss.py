@@ -6,11 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks._cases import Blobs, Case, Healthy, LanguageModel, images, mlp, texts, token_loss
+from benchmarks._cases import (
+    BLOBS,
+    CE,
+    Case,
+    Healthy,
+    LanguageModel,
+    images,
+    mlp,
+    texts,
+    token_loss,
+)
 from benchmarks._faults_loss import adam, sequences, softened
-
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
 
 
 def divergence_in_logs() -> Case:

@@ -4,7 +4,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks._cases import Blobs, Case, Healthy, images, mlp, texts, token_loss
+from benchmarks._cases import (
+    BLOBS,
+    CE,
+    Case,
+    Healthy,
+    images,
+    mlp,
+    texts,
+    token_loss,
+)
 from benchmarks._faults_loss import adam, softened
 from benchmarks._faults_output import (
     Dated,
@@ -16,9 +25,6 @@ from benchmarks._faults_output import (
     overlap,
     several_labels,
 )
-
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
 
 
 class Equilibrium(nn.Module):

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from benchmarks._cases import (
-    Blobs,
+    BLOBS,
+    CE,
+    MSE,
     Case,
     ConvNet,
     Healthy,
@@ -22,11 +24,6 @@ from benchmarks._cases import (
 )
 from benchmarks._faults_loss import adam, sequences
 from benchmarks._faults_setup import Batch, train
-
-BLOBS = Blobs()
-CE = nn.CrossEntropyLoss()
-MSE = nn.MSELoss()
-
 
 # -- learning rates ------------------------------------------------------------------------------
 

@@ -154,27 +154,29 @@ def _unseen_pairs() -> dict[str, Any]:
 
 def _unseen_faults() -> dict[str, Any]:
     columns = ("planted", "float32", "bfloat16", "of these by size alone", "silent but listed",
-               "times own noise in bfloat16", "alike")  # fmt: skip
+               "times own noise in bfloat16", "alike", "float32 / bfloat16")  # fmt: skip
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for fault in PLANTED:
-        found = {low: _found(fault, low) for low in (False, True)}
-        rows.append(_fault_row(fault, found[False], found[True]))
+        several = [_found(fault, low) for low in ((False, False), (True, True), (False, True))]
+        rows.append(_fault_row(fault, *several))
         report(rows[-1])
     return {"unseen_faults": rows}
 
 
-def _found(fault: str, low: bool) -> list[Comparison]:
+def _found(fault: str, low: tuple[bool, bool]) -> list[Comparison]:
     return [compare(a, b) for _, a, b in fault_pairs(fault, low=low)]
 
 
-def _fault_row(fault: str, high: list[Comparison], low: list[Comparison]) -> str:
-    seen = [sum(not each.agree for each in several) for several in (high, low)]
+def _fault_row(
+    fault: str, high: list[Comparison], low: list[Comparison], mixed: list[Comparison]
+) -> str:
+    seen = [sum(not each.agree for each in several) for several in (high, low, mixed)]
     by_size = sum(any(pair.differs and not pair.repeats for pair in each.pairs) for each in low)
     listed = sum(each.agree and bool(each.changes) for each in low)
     sizes = sorted(_ratio([each]) for each in low)
     return (
         f"| {fault} | {seen[0]} of {len(high)} | {seen[1]} of {len(low)} | {by_size} | {listed} "
-        f"| {sizes[0]:.2g} to {sizes[-1]:.2g} | {_alike(low)} |"
+        f"| {sizes[0]:.2g} to {sizes[-1]:.2g} | {_alike(low)} | {seen[2]} of {len(mixed)} |"
     )
 
 

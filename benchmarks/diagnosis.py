@@ -277,15 +277,15 @@ def _gain(seen: Observation) -> float:
 
 
 def _output_size(seen: Observation) -> float:
-    return math.nan if seen.loss is None else seen.loss.output_size
+    return seen.loss.output_size
 
 
 def _input_size(seen: Observation) -> float:
-    return math.nan if seen.data is None or seen.data.rms is None else seen.data.rms
+    return math.nan if seen.data.rms is None else seen.data.rms
 
 
 def _spread(seen: Observation) -> float:
-    if seen.steps is None or seen.loss is None:
+    if seen.steps is None:
         return math.nan
     return seen.steps.spread.get(seen.loss.output_layer, math.nan)
 
@@ -295,7 +295,7 @@ def _underflow(seen: Observation) -> float:
 
 
 def _large_input(seen: Observation) -> float:
-    given = [] if seen.data is None else seen.data.given.values()
+    given = seen.data.given.values()
     return max([each for each in (_input_size(seen), *given) if each >= 1], default=math.nan)
 
 
@@ -341,7 +341,7 @@ def _norm_momentum(seen: Observation) -> float:
 
 
 def _future(seen: Observation) -> float:
-    if seen.loss is None or seen.loss.targets != "next inputs":
+    if seen.loss.targets != "next inputs":
         return math.nan
     return _highest(each.future for each in seen.heads)
 
@@ -357,9 +357,9 @@ MEASURED: dict[str, tuple[str, Signal]] = {
     "LOGITS_LEFT": ("logits_too_small", _logits_if_stuck),
     "CHANGING": (
         "contradictory_labels",
-        lambda seen: math.nan if seen.data is None else seen.data.changing,
+        lambda seen: seen.data.changing,
     ),
-    "MIXED": ("samples_mixed", lambda seen: math.nan if seen.data is None else seen.data.mixed),
+    "MIXED": ("samples_mixed", lambda seen: seen.data.mixed),
     "FUTURE": ("missing_causal_mask", _future),
     "NORM_VALUES": ("batch_norm_of_few", _norm_values),
     "NORM_MOMENTUM": ("batch_norm_statistics", _norm_momentum),
@@ -381,24 +381,24 @@ MEASURED: dict[str, tuple[str, Signal]] = {
     "INPUT_SIZE": ("unscaled_inputs", _large_input),
     "TARGET_SIZE": (
         "unscaled_targets",
-        lambda seen: math.nan if seen.data is None else seen.data.target_rms,
+        lambda seen: seen.data.target_rms,
     ),
     "DROPPED": ("excessive_dropout", lambda seen: _highest(seen.structure.dropouts.values())),
     "REPEATED": (
         "duplicate_samples",
-        lambda seen: math.nan if seen.data is None else seen.data.repeated,
+        lambda seen: seen.data.repeated,
     ),
     "ONE_CLASS": (
         "unshuffled_data",
-        lambda seen: math.nan if seen.data is None else seen.data.one_class_batches,
+        lambda seen: seen.data.one_class_batches,
     ),
     "PADDING": (
         "padding_in_loss",
-        lambda seen: math.nan if seen.data is None else seen.data.padding,
+        lambda seen: seen.data.padding,
     ),
     "OUTSIDE": (
         "unreachable_targets",
-        lambda seen: math.nan if seen.loss is None else seen.loss.outside,
+        lambda seen: seen.loss.outside,
     ),
     "UNDERFLOW_WARN": ("half_underflow", _underflow),
 }

@@ -1,4 +1,8 @@
-"""Lesions: known results found again, equality with plain passes, and what they cost."""
+"""Lesions: known results found again, equality with plain passes, and what they cost.
+
+`python -m benchmarks lesion` prints figures that docs/lesion.md and RESULTS.md have. Every fast
+path is compared with the same lesion in a pass of its own; peers run only if they are installed.
+"""
 
 import argparse
 import time

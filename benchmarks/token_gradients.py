@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
 from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
 from benchmarks._token_peers import NEEDS, NOTES, PEERS
+from benchmarks._token_pieces import PIECES, stripped
 from benchmarks._versions import steps_of
 
 SHAPES = {"small": (SMALL, 2, 128), "1.7b": (LARGE, 4, 1024)}  # with batch and tokens
@@ -107,6 +108,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
     parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count what this process computes, on a CPU that others use as well",
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=(),
+        choices=("all", *PIECES),
+        metavar="PIECE",
+        help="also norms and factors without each of these pieces that make them fast: all, or "
+        + ", ".join(PIECES),
+    )
+    parser.add_argument(
         "--only",
         nargs="+",
         choices=OURS,
@@ -134,6 +149,7 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     report(f"ours, {' x '.join(map(str, task.tokens.shape))} tokens on {arguments.device}")
     ours, steps = build_ours(task), arguments.steps
     ours = {name: ours[name] for name in OURS if name in arguments.only}
+    ours |= build_pieces(ours, PIECES if "all" in arguments.without else arguments.without)
     if steps is None:
         steps = 5 if task.tokens.is_cuda else 1
     with contextlib.ExitStack() as stack:
@@ -141,7 +157,8 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.against is not None:
             options = _repeated_options(arguments)
             others = stack.enter_context(steps_of(arguments.against, ours, options))
-        compare(task, ours | others, steps, arguments.rounds, result)
+        clock = time.process_time if arguments.processor_time else time.perf_counter
+        compare(task, ours | others, steps, arguments.rounds, result, clock=clock)
     plain = sorted(time_once(repeated(task.plain, steps)) for _ in range(5))[2]
     result["plain_milliseconds"] = plain / steps * 1e3
     if task.tokens.is_cuda:
@@ -204,6 +221,16 @@ def build_ours(task: Task) -> dict[str, Run]:
         "norms_compared": counted(task, watched(task, "norms", lambda tokens: tokens.norm())),
         "norms_first_pass": forgotten(watched(task, "norms", lambda tokens: tokens.norm())),
     }
+
+
+def build_pieces(ours: dict[str, Run], pieces: Collection[str]) -> dict[str, Run]:
+    """Norms and factors without each of these pieces, and once more with all of them."""
+    found: dict[str, Run] = {}
+    for name in ("norms", "factors"):
+        if name in ours and pieces:
+            found[f"{name}_again"] = ours[name]
+            found |= {f"{name}_without_{key}": stripped(ours[name], key) for key in pieces}
+    return found
 
 
 def counted(task: Task, watch: Run) -> Run:
@@ -299,11 +326,12 @@ def compare(
     rounds: int,
     result: dict[str, Any],
     on_error: Callable[[str, Exception], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Add the ratios of these runs to the plain step, interleaved with it, so many in a row."""
     plain = repeated(task.plain, steps)
     several = {name: repeated(run, steps) for name, run in runs.items()}
-    effort = Effort(rounds, slow_seconds=Effort.slow_seconds * steps)
+    effort = Effort(rounds, slow_seconds=Effort.slow_seconds * steps, clock=clock)
     for name, figure in measure_ratios(plain, several, effort, on_error).items():
         if name not in result:  # of plain_again, the first one
             result[name] = figure.ratio

@@ -4,7 +4,10 @@ The two take turns: plain, live, plain. Compared is processor time, which also h
 that others use: that of the scanning thread, and that of the whole process with the server's
 thread. The two plain scans of a round beside each other say how much of a ratio is chance. The
 page is a browser of its own (`--browser`), or a stand-in that asks and reads what the page does;
-what it draws is not counted. Also the sizes on the wire and the time to the first tile.
+what it draws is not counted. Also the sizes on the wire and the time to the first tile; and of a
+page in chromium, if it and playwright are there, the first paint of 100,000 tokens x 300 layers and
+the processor time of its frames while it is swept from end to end. And the memory that every tile
+of that scan adds to the server's process, and that the page holds after the sweep.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import torchfmri
-from torchfmri import Anatomy, Scan, ScannedSequence, Scanner, ScanOptions, Tokens
+from torchfmri import Scanner, ScanOptions
 from torchfmri._scan import TELL_EVERY, LiveBoard
 from torchfmri._viewer import Desk, View
 
+TESTS = Path(__file__).parent.parent / "tests" / "_viewer"
 TOKEN = "0123456789abcdef"
 CLIENT = """
 import asyncio, json, sys, time, urllib.request, websockets
@@ -79,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.insert(0, str(TESTS))  # the long scan and the browser live beside the tests
     named = torchfmri.load_model(options.model)
     scanner = Scanner(named.model, named.tokenizer, ScanOptions(per="position"))
     prompt, generate = "Once upon a time", {"do_sample": False, "min_new_tokens": options.tokens}
@@ -119,6 +125,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         "live_tokens": counts["live"],
         "plain_tokens": counts["plain"],
         **_long(100_000, 300),
+        **_page(100_000, 300),
     }
 
 
@@ -157,26 +164,76 @@ def _watched(view: View, browser: bool) -> Iterator[None]:
             client.wait()
 
 
+def _resident() -> int:
+    """Bytes of memory that this process holds; 0 where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _long(tokens: int, layers: int) -> dict[str, float]:
     """The first tile of a long scan, and what a token takes on the wire."""
-    random = np.random.default_rng(0)
-    names = [f"layers.{at}" for at in range(layers)]
-    anatomy = Anatomy.of_widths(names, ["Layer"] * layers, [4] * layers, [4] * layers)
-    values = np.exp(random.standard_normal((tokens, layers), np.float32))
-    some, no = np.ones(tokens, np.float32), np.zeros(tokens, bool)
-    spelt = Tokens(np.arange(tokens), (b" x",) * tokens, some, some, no, no)
-    sequence = ScannedSequence("long", spelt, {"activation": values}, {})
-    desk = Desk(Scan(anatomy, [sequence], {})._board())
+    from boards import long_scan
+
+    scan = long_scan(tokens, layers)
+    board = scan._board()
+    board.values(0, "activation", "layers")  # the scan itself is not what looking costs
+    desk, resident = Desk(board), _resident()
     place = {"sequence": "0", "metric": "activation", "plane": "layers"}
     started = time.perf_counter()
     header = desk.answer("plane", place)
     assert isinstance(header, dict)
     tile = desk.answer("tile", {**place, "level": str(header["levels"] - 1), "x": "0"})
     first = time.perf_counter() - started
+    for level in range(header["levels"]):
+        for x in range(-(-tokens // (256 << level))):
+            desk.answer("tile", {**place, "level": str(level), "x": str(x)})
+    server = _resident() - resident
     frame = desk.plane(0, "activation", "layers")[0].coded(0, 1).nbytes
     return {
         "first_tile_seconds": first,
         "first_tile_bytes": len(tile),
+        "server_megabytes": server / 1e6,
         "live_bytes_per_token": frame,
-        "json_bytes_per_token": len(json.dumps(values[0].tolist())),
+        "json_bytes_per_token": len(json.dumps(scan[0].layers["activation"][0].tolist())),
+    }
+
+
+def _page(tokens: int, layers: int) -> dict[str, float]:
+    """How fast a page draws a long scan, opened five times; empty where there is no browser."""
+    from boards import long_scan
+    from browser import CHROMIUM, FLAGS, SWEEP, opened_page
+
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return {}
+    if CHROMIUM is None:
+        return {}
+    paints, found = [], {}
+    with View(long_scan(tokens, layers)._board(), token=TOKEN) as view, sync_playwright() as made:
+        browser = made.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        for _ in range(5):
+            with opened_page(browser) as page:
+                page.open(view.url)
+                drawn = "performance.getEntriesByName('torchfmri-drawn')[0].startTime"
+                paints.append(page.js(drawn) / 1000)
+        with opened_page(browser) as page:
+            page.open(view.url)
+            with page.frames() as frames:
+                found = page.page.evaluate(SWEEP)
+            line = page.page.context.new_cdp_session(page.page)
+            line.send("HeapProfiler.collectGarbage")
+            heap = line.send("Runtime.getHeapUsage")
+        browser.close()
+    return {
+        "first_paint_seconds": float(np.median(paints)),
+        "first_paint_slowest": max(paints),
+        "frame_p95_ms": float(np.quantile(frames, 0.95)),
+        "frame_median_ms": float(np.median(frames)),
+        "frames": len(frames),
+        "blank_columns": found["blank"],
+        "page_megabytes": (heap["usedSize"] + heap.get("backingStorageSize", 0)) / 1e6,
     }

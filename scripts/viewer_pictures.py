@@ -15,7 +15,7 @@ import torchfmri
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 QUESTION = "What is the capital of France, and why is it famous?"
-SIZE = {"width": 900, "height": 660}
+SIZE = {"width": 900, "height": 840}
 
 
 def main(path: str | None) -> None:

@@ -552,6 +552,18 @@ def test_channels_merge_and_follow_the_mask():
         whole + calculate_channel_statistics(x, 1)
 
 
+def test_channels_of_a_tensor_without_units():
+    statistics = calculate_channel_statistics(torch.zeros(3, 0), 1)
+    assert len(statistics.mean) == 0
+    assert (statistics + statistics).count.tolist() == []
+
+
+def test_features_merge_whatever_stands_before_them():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    flat, deep = (calculate_channel_statistics(each, -1) for each in (x, x.reshape(2, 3, 4)))
+    np.testing.assert_allclose((flat + deep).mean, flat.mean, rtol=1e-12)
+
+
 def test_channels_of_many_rows_equal_the_oracle():
     x = torch.randn(3000, 200, generator=torch.Generator().manual_seed(0)) + 1e4
     statistics = calculate_channel_statistics(x, 1)

@@ -9,9 +9,13 @@
     └── FileFormatError (ValueError)          a file or folder that is damaged, hostile or not ours
     ExplainedError (class of the original)    an error of the user's own code, with its explanation
 
-Catch `InspectionError` for all but the last of them. Errors raised by the model itself pass
-through unchanged; only `compare`, which runs two models, names the side and keeps the error as the
-cause.
+Catch `InspectionError` for all but the last of them. An error carries what it is about as
+attributes, so that nobody has to parse its text; names and attributes are public. It must come
+through pickle (`_given`), because it may come from another process. A new one joins the tree, is
+also a builtin error where one fits, and says the fact, what exists instead, and the next step.
+
+Errors raised by the model itself pass through unchanged; only `compare`, which runs two models,
+names the side and keeps the error as the cause.
 """
 
 from __future__ import annotations
@@ -23,6 +27,14 @@ from typing import Any, ClassVar
 
 class InspectionError(RuntimeError):
     """An inspection cannot do what was asked; the message says why and what to write instead."""
+
+    _given: ClassVar[tuple[str, ...]] = ()
+    """The attributes that its constructor takes, in order: pickle makes it anew from these."""
+
+    def __reduce__(self) -> Any:
+        if not self._given:
+            return super().__reduce__()
+        return type(self), tuple(getattr(self, name) for name in self._given)
 
 
 class LayerNotFoundError(InspectionError, KeyError):
@@ -36,6 +48,8 @@ class LayerNotFoundError(InspectionError, KeyError):
         kind: What was looked for: "layer" or "parameter".
     """
 
+    _given = ("pattern", "nearest", "count", "hint", "kind")
+
     def __init__(
         self,
         pattern: object,
@@ -44,22 +58,14 @@ class LayerNotFoundError(InspectionError, KeyError):
         hint: str = "",
         kind: str = "layer",
     ) -> None:
-        self.pattern = pattern
-        self.nearest = tuple(nearest)
-        self.count = count
-        self.hint = hint
-        self.kind = kind
+        self.pattern, self.nearest, self.count = pattern, tuple(nearest), count
+        self.hint, self.kind = hint, kind
         message = f"No {kind} matches {pattern!r} among {count} {kind}{'' if count == 1 else 's'}."
         if self.nearest:
             message += f" Nearest: {', '.join(repr(name) for name in self.nearest)}."
         super().__init__(f"{message} List them with {hint}." if hint else message)
 
     __str__ = Exception.__str__  # that of KeyError quotes the message
-
-    def __reduce__(
-        self,
-    ) -> tuple[type[LayerNotFoundError], tuple[object, tuple[str, ...], int, str, str]]:
-        return (type(self), (self.pattern, self.nearest, self.count, self.hint, self.kind))
 
 
 class UnsupportedLayerError(InspectionError, NotImplementedError):
@@ -71,12 +77,11 @@ class UnsupportedLayerError(InspectionError, NotImplementedError):
         reason: Why not, and what to do.
     """
 
+    _given = ("parameter", "layer", "reason")
+
     def __init__(self, parameter: str, layer: str, reason: str) -> None:
         self.parameter, self.layer, self.reason = parameter, layer, reason
         super().__init__(f"No token gradients of {parameter!r} in layer {layer!r}: {reason}")
-
-    def __reduce__(self) -> tuple[type[UnsupportedLayerError], tuple[str, str, str]]:
-        return (type(self), (self.parameter, self.layer, self.reason))
 
 
 class NonFiniteError(InspectionError, ArithmeticError):
@@ -88,15 +93,14 @@ class NonFiniteError(InspectionError, ArithmeticError):
         folder: Where the incident was written; None if nowhere.
     """
 
+    _given = ("finding", "step", "folder")
+
     def __init__(self, finding: Any, step: int, folder: Any = None) -> None:
         self.finding, self.step, self.folder = finding, step, folder
         message = f"{finding.text} {finding.advice}"
         if folder is not None:
             message += f" Written to {str(folder)!r}: `torchfmri replay` runs it again."
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[Any, int, Any]]:
-        return (type(self), (self.finding, self.step, self.folder))
 
 
 class MissingTokensWarning(RuntimeWarning):
@@ -116,15 +120,14 @@ class GuardError(InspectionError):
         reason: What failed; also the `__cause__`.
     """
 
+    _given = ("step", "reason")
+
     def __init__(self, step: int, reason: str) -> None:
         self.step, self.reason = step, reason
         super().__init__(
             f"Step {step} is not applied: it could not be checked for NaN and infinity ({reason})."
             " To train without the check, leave on_nonfinite out."
         )
-
-    def __reduce__(self) -> tuple[type[GuardError], tuple[int, str]]:
-        return (type(self), (self.step, self.reason))
 
 
 class FindingWarning(RuntimeWarning):
@@ -146,6 +149,8 @@ class MemoryLimitError(InspectionError, MemoryError):
         advice: What to do about it.
     """
 
+    _given = ("layer", "needed", "kept", "max_bytes", "advice")
+
     def __init__(
         self,
         layer: str,
@@ -157,18 +162,12 @@ class MemoryLimitError(InspectionError, MemoryError):
             "only (keep='statistics')."
         ),
     ) -> None:
-        self.layer = layer
-        self.needed = needed
-        self.kept = kept
-        self.max_bytes = max_bytes
-        self.advice = advice
+        self.layer, self.needed, self.kept = layer, needed, kept
+        self.max_bytes, self.advice = max_bytes, advice
         super().__init__(
             f"Keeping the tensor of layer {layer!r} needs {needed:,} bytes, but {kept:,} of "
             f"max_bytes={max_bytes:,} are in use. {advice}"
         )
-
-    def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int, int, str]]:
-        return (type(self), (self.layer, self.needed, self.kept, self.max_bytes, self.advice))
 
 
 class ExplainedError(Exception):
@@ -193,7 +192,7 @@ class ExplainedError(Exception):
 
 
 def explained_error(original: BaseException, explanation: Any) -> ExplainedError:
-    """An `ExplainedError` that is also of the class of `original` and has its attributes."""
+    """Return an `ExplainedError` that is also of the class of `original` and has its attributes."""
     error = _rebuild(type(original), original.args, explanation)
     error.__dict__.update(original.__dict__)
     return error
@@ -227,12 +226,11 @@ class FileFormatError(InspectionError, ValueError):
         reason: What is wrong with it.
     """
 
+    _given = ("path", "reason")
+
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path!r} cannot be read: {reason}")
         self.path, self.reason = path, reason
-
-    def __reduce__(self) -> tuple[type[FileFormatError], tuple[str, str]]:
-        return type(self), (self.path, self.reason)
 
 
 ScanFormatError = FileFormatError

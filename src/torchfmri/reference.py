@@ -3,8 +3,10 @@
 Every class here is a `torch.autograd.Function` whose `backward` is the derivation of
 docs/backward.md, line by line. Nothing is clever; everything can be differentiated twice. That a
 second derivative comes out right depends on one rule: what `backward` uses must be an input or an
-output of the function, because only through these does autograd know how it came about. This is
-why the attention functions return what they save: the weights, or the logsumexp.
+output of the function, because only through these does autograd know how it came about. This is why
+the attention functions return what they save: the weights, or the logsumexp. The tests compare
+layers with them, and so may users: the names are public. Speed does not matter, and a shorter
+derivation is welcome if gradcheck and gradgradcheck pass.
 
 Letters: b batch, i in, o out; g group (a key/value head), r a query head of that group, s query
 position, t key position, d width.
@@ -59,7 +61,7 @@ class LinearFunction(Function):
         bias: Tensor | None = None,
         layout: Literal["oi", "io"] | None = None,
     ) -> Tensor:
-        """The output, (..., o).
+        """Return the output, (..., o).
 
         Args:
             x: (..., i).
@@ -84,7 +86,7 @@ class LinearFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """One product per input: g W, gᵀ x, and the sum of g over everything but o."""
+        """Return one product per input: g W, gᵀ x, and the sum of g over everything but o."""
         (g,) = gradients
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -119,7 +121,7 @@ class AttentionFunction(Function):
 
     @classmethod
     def apply(cls, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Any:
-        """The output; with `mask` and what follows it, the output and the weights."""
+        """Return the output; with `mask` and what follows it, the output and the weights."""
         return _apply(super().apply, (query, key, value), arguments, (None, False, None))
 
     @staticmethod
@@ -132,7 +134,7 @@ class AttentionFunction(Function):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """S = scale Q Kᵀ + mask, P = softmax(S), O = P V."""
+        """Return O and P of S = scale Q Kᵀ + mask, P = softmax(S), O = P V."""
         q, groups = _split_heads(query, key)
         scores = _scores(q, key, mask, causal, scale)
         weights = torch.softmax(scores, -1)
@@ -147,7 +149,7 @@ class AttentionFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Back through O = P V, then through the softmax, then through S = scale Q Kᵀ + mask."""
+        """Go back through O = P V, then through the softmax, then through S = scale Q Kᵀ + mask."""
         query, key, value, weights = ctx.saved_tensors
         q, p, g, g_weights = (
             each.unflatten(1, ctx.groups) for each in (query, weights, *gradients)
@@ -181,7 +183,7 @@ class LightAttentionFunction(Function):
 
     @classmethod
     def apply(cls, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Any:
-        """The output; with `mask` and what follows it, the output and the logsumexp."""
+        """Return the output; with `mask` and what follows it, the output and the logsumexp."""
         defaults = (None, False, None, 128)
         return _apply(super().apply, (query, key, value), arguments, defaults)
 
@@ -247,7 +249,7 @@ class LightAttentionFunction(Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`LinearFunction` as a function: x (..., i), weight (o, i), bias (o,) to (..., o)."""
+    """Return x Wᵀ + b, by `LinearFunction`: x (..., i), weight (o, i), bias (o,) to (..., o)."""
     check_tensor("x", x, "(..., i)")
     check_tensor("weight", weight, "(o, i)")
     fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[-1]
@@ -267,7 +269,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`AttentionFunction` as a function, like `scaled_dot_product_attention` without dropout.
+    """Return attention, by `AttentionFunction`: `scaled_dot_product_attention` without dropout.
 
     Args:
         query: (b, heads, s, d), or (b, s, d) for one head.
@@ -293,7 +295,7 @@ def light_attention(
     scale: float | None = None,
     block: int = 128,
 ) -> Tensor:
-    """`LightAttentionFunction` as a function: `attention` that keeps nothing of size s x t.
+    """Return attention, by `LightAttentionFunction`, which keeps nothing of size s x t.
 
     Args:
         query: (b, heads, s, d), or (b, s, d) for one head.
@@ -312,7 +314,7 @@ def light_attention(
 
 
 def _layout_of(x: Tensor, weight: Tensor) -> str:
-    """Whether a weight is (o, i) or (i, o), as far as the shapes tell."""
+    """Return if a weight is (o, i) or (i, o), "oi" or "io", as far as the shapes tell."""
     features = x.shape[-1] if x.dim() else 0
     if weight.dim() != 2 or features not in weight.shape:
         raise ValueError(
@@ -360,6 +362,7 @@ def _apply(
 def _check_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> None:
+    """Raise if the shapes do not fit together."""
     axes = "(b, heads, tokens, d), or (b, tokens, d) for one head"
     for name, each in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, each, axes)
@@ -409,7 +412,7 @@ def _scores(
     scale: float,
     keys: slice = slice(None),
 ) -> Tensor:
-    """S = scale Q Kᵀ + mask for some keys: (b, g, r, s, t), -inf where a query may not look."""
+    """Return scale Q Kᵀ + mask for some keys: (b, g, r, s, t), -inf where a query may not look."""
     scores = torch.einsum("bgrsd,bgtd->bgrst", q, key[:, :, keys]) * scale
     b, groups, per_group, queries, count = scores.shape
     if mask is not None:

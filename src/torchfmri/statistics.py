@@ -3,6 +3,11 @@
 Counts and histograms are integers and merge exactly; mean and variance merge in float64. Values
 that are not finite are only counted; all other statistics leave them out.
 
+Whatever describes a tensor calls `calculate_statistics`; the passes over memory are in `_kernels`.
+`KEYS`, the fields and `to_dict` are public, and saved inspections and histories hold them. A new
+statistic must merge: that of two parts has to be that of the whole (tests/test_statistics.py draws
+parts at random), because calls, ranks and folded rows are added up everywhere.
+
 Examples:
     >>> import torch
     >>> from torchfmri.statistics import calculate_statistics
@@ -65,6 +70,9 @@ KEYS = (
     *("count", "mean", "std", "variance", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf"),
     *("neg_inf", "zero", "subnormal", "quantiles", "histogram"),
 )
+
+_COUNTS = ("count", "nan", "pos_inf", "neg_inf", "zero", "subnormal")
+"""The fields that are counts of values: those of parts add up."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -222,16 +230,11 @@ class Statistics(FrozenDict):
         )
         both = self.histogram is not None and other.histogram is not None
         return Statistics(
-            count=self.count + other.count,
+            **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
             mean=mean,
             squared_deviations=squared_deviations,
             min=min((part.min for part in filled), default=math.nan),
             max=max((part.max for part in filled), default=math.nan),
-            nan=self.nan + other.nan,
-            pos_inf=self.pos_inf + other.pos_inf,
-            neg_inf=self.neg_inf + other.neg_inf,
-            zero=self.zero + other.zero,
-            subnormal=self.subnormal + other.subnormal,
             histogram=self.histogram.merge(other.histogram) if both else None,  # type: ignore[union-attr,arg-type]
             grid=_merge_grids(filled) if both else None,
             positions=_add_positions(self.positions, other.positions),
@@ -422,16 +425,11 @@ def statistics_of_reduction(
     """Return the statistics that a pass over a tensor found, for passes that run elsewhere."""
     some = found.finite > 0
     return Statistics(
-        count=found.count,
+        **{name: getattr(found, name) for name in _COUNTS},
         mean=found.mean if some else math.nan,
         squared_deviations=found.squared_deviations if some else math.nan,
         min=found.low if some else math.nan,
         max=found.high if some else math.nan,
-        nan=found.nan,
-        pos_inf=found.pos_inf,
-        neg_inf=found.neg_inf,
-        zero=found.zero,
-        subnormal=found.subnormal,
         histogram=found.histogram,
         grid=grid,
         positions=positions,

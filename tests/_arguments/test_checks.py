@@ -51,10 +51,11 @@ def tell_monitor(loss: Any) -> None:
         step.loss(loss)
 
 
-def diagnose(batches: Any = ..., loss: Any = None, step: Any = None) -> None:
+def diagnose(batches: Any = ..., loss: Any = None, step: Any = None, optimizer: Any = None) -> None:
     net = model()
     batches = [(x(), y())] if batches is ... else batches
-    torchfmri.diagnose(net, batches, loss, sgd(net.parameters()), 2, step=step, show=False)
+    optimizer = optimizer or sgd(net.parameters())
+    torchfmri.diagnose(net, batches, loss, optimizer, 2, step=step, show=False)
 
 
 def inspect(loss: Any) -> None:
@@ -100,10 +101,14 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "optimizer by name": (
         lambda: torchfmri.advise(model(), x(), "sum", "adam"),  # type: ignore[arg-type]
-        "optimizer='adam' is neither an optimizer.*torch.optim.Adam",
+        "optimizer='adam' is not a torch.optim.Optimizer.*torch.optim.Adam",
     ),
     "function that makes none": (
         lambda: torchfmri.advise(model(), x(), "sum", lambda parameters: 3),  # type: ignore[arg-type,return-value]
+        "is neither an optimizer nor a function of parameters that returns one",
+    ),
+    "function that makes none for a diagnosis": (
+        lambda: diagnose(optimizer=lambda parameters: 3),
         "is neither an optimizer nor a function of parameters that returns one",
     ),
     "scaler": (

@@ -6,6 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,36 @@ def test_errors_say_what_to_do() -> None:
         diagnose(model, BLOBS.batches(1), CE, optimizer, 0)
     with pytest.raises(InspectionError, match="one number"):
         diagnose(model, BLOBS.batches(1), nn.CrossEntropyLoss(reduction="none"), optimizer)
+    with pytest.raises(InspectionError, match=r"the batch has none.*each batch be"):
+        diagnose(model, [(torch.randn(4, 16),)], CE, optimizer)
+    with pytest.raises(InspectionError, match=r"no loss: the output has no \.loss.*Give loss="):
+        diagnose(model, [torch.randn(4, 16)], None, optimizer)
     with pytest.raises(InspectionError, match=r"nn\.Module"):
         diagnose(lambda x: x, BLOBS.batches(1), CE, optimizer)  # type: ignore[arg-type]
+
+
+class Trial(nn.Module):
+    """A layer that tries another one, which raises, and does its own work instead."""
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("not today")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing, self.scores, self.values = self.Failing(), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with suppress(ValueError):
+            self.failing(x)
+        return self.values(self.scores(x).softmax(0))  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_raised_is_not_running_any_more() -> None:
+    model = nn.Sequential(Trial(), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    found = diagnose(model, BLOBS.batches(3), CE, optimizer, 3, show=False)
+    assert [each.layers for each in found if each.problem == "softmax_dimension"] == [("0",)]
 
 
 # -- the numbers against slow, obvious ones ------------------------------------------------------

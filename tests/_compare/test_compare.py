@@ -15,7 +15,7 @@ from benchmarks._compare_faults import FAULTS, Fault
 from benchmarks._compare_models import MODELS, batch, build
 from benchmarks._compare_pairs import EXPECTED, PAIRS, quiet
 from benchmarks.compare import is_located
-from torchfmri import InspectionError, Run, compare
+from torchfmri import Difference, InspectionError, Run, compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAST_PAIRS = [kind for kind in PAIRS if "compiled" not in kind]
@@ -346,28 +346,44 @@ def test_the_picture_names_a_parameter_whose_gradient_alone_differs() -> None:
 
 
 class Scored(nn.Module):
-    """Returns a loss beside its logits; `extra` is added to the loss and to the last token."""
+    """Returns a loss beside its logits.
 
-    def __init__(self, extra: float) -> None:
+    Args:
+        extra: Added to the loss.
+        late: Added to the logits of the last token.
+    """
+
+    def __init__(self, extra: float, late: float = 0.0) -> None:
         super().__init__()
-        self.embed, self.extra = nn.Embedding(20, 8), extra
+        self.embed, self.extra, self.late = nn.Embedding(20, 8), extra, late
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.embed(input_ids)
         late = torch.zeros_like(logits)
-        late[:, -1] = self.extra
+        late[:, -1] = self.late
         return {"loss": logits.square().mean() + self.extra, "logits": logits + late}
 
 
-def test_a_scalar_has_no_token_and_both_sizes_of_a_difference_are_named() -> None:
-    sides = [Scored(0.0), Scored(0.5)]
+def scored(extra: float, late: float) -> Difference:
+    """The first difference between a model and one that adds something."""
+    sides = [Scored(0.0), Scored(extra, late)]
     sides[1].embed.load_state_dict(sides[0].embed.state_dict())
     first = compare(*sides, data={"input_ids": torch.arange(12).view(2, 6)}).first
     assert first is not None
+    return first
+
+
+def test_a_scalar_has_no_token_and_both_sizes_of_a_difference_are_named() -> None:
+    first = scored(0.5, 0.0)
     assert (first.element, first.row, first.token, first.text) == ("loss", None, None, "")
     assert "token" not in first.place()
     assert "relative difference" in first.reason
     assert "largest absolute difference 5.000e-01" in first.reason
+
+
+def test_logits_come_before_the_loss_that_is_made_of_them() -> None:
+    first = scored(0.5, 0.5)
+    assert (first.element, first.row, first.token) == ("logits", 0, 5)
 
 
 @pytest.mark.parametrize("side", ["a", "b"])

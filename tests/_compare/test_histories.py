@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 import subprocess
 import sys
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from benchmarks.compare import train
@@ -215,6 +217,15 @@ def test_steps_wait_and_are_written_at_the_end(tmp_path: Path) -> None:
     assert History.load(tmp_path / "x").steps.tolist() == [0, 1, 2]
 
 
+def test_a_run_whose_folder_was_removed_ends_without_an_error(tmp_path: Path) -> None:
+    folder = HistoryFolder(tmp_path / "x", seconds=0)
+    for step in train(steps=3).history:
+        folder(step, {})
+    shutil.rmtree(tmp_path / "x")
+    folder.end()
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_loss_that_turns_to_nan_is_written_at_once(tmp_path: Path) -> None:
     folder = HistoryFolder(tmp_path / "x", seconds=3600)
     written = []
@@ -279,6 +290,37 @@ def test_findings_stand_side_by_side_and_runs_are_drawn(base: Monitor) -> None:
     assert found.to_dict()["first"]["step"] == 0
     with pytest.raises(InspectionError, match="no 'inputs' in both runs, only"):
         found.plot("inputs")
+
+
+def test_the_picture_of_runs_shows_the_first_layer_and_round_steps(base: Monitor) -> None:
+    found = compare(base, train(changed=37))
+    above, *_ = found.draw().axes
+    assert [tick.get_text() for tick in above.get_xticklabels()][:3] == ["0", "5", "10"]
+    assert next(line.get_xdata()[0] for line in above.lines if line.get_marker() == "o") == 37
+    assert "part" in above.get_title(loc="left")
+    same = compare(base, train()).draw().axes[0]
+    assert same.get_title(loc="left") == "No difference beyond noise: activations"
+
+
+def test_the_picture_of_a_deep_model_shows_its_blocks() -> None:
+    """A Monitor watches layers without parts, of which an overview would show none in a block."""
+
+    def trained(scale: float) -> Monitor:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(40)]
+        model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 2))
+        with torch.no_grad():
+            model.get_submodule("0.7.0").weight.mul_(scale)
+        monitor = Monitor(model, what=["activations"])
+        with monitor.step():
+            model(torch.ones(2, 4)).sum().backward()
+        return monitor
+
+    found = compare(trained(1.0), trained(1.1))
+    assert found.first.layer == "0.7.0"
+    ax = found.plot()
+    assert sum(image.get_array().shape[0] for image in ax.images) == 81
+    assert any(line.get_marker() == "o" for line in ax.lines), "the ring"
 
 
 # -- runs that differ by rounding ----------------------------------------------------------------
@@ -383,6 +425,94 @@ def test_a_gradient_that_adds_up_to_zero_is_rounding_and_hides_no_fault() -> Non
     first = compare(a, convolved(turned=True, fault=5)).first
     assert first is not None
     assert (first.step, first.layer, first.what) == (5, "0.bias", "parameter_gradients")
+
+
+def attention_run(
+    attention: str, *, optimizer: Any = torch.optim.Adam, rate: float = 3e-3, every: int = 1,
+    changed: int | None = None, **options: Any,
+) -> Monitor:  # fmt: skip
+    """Train a tiny Phi: part of its keys is not rotated, and the bias of these does nothing."""
+    torch.manual_seed(3)
+    config = transformers.PhiConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, attn_implementation=attention,
+        resid_pdrop=0.0, attention_dropout=0.0, use_cache=False, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.PhiForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.15)
+    used = optimizer(model.parameters(), lr=rate, **options)
+    with Monitor(model, used, every=every) as monitor:
+        for step in range(8):
+            generator = torch.Generator().manual_seed(1000 + step)
+            ids = torch.randint(3, 61, (4, 12), generator=generator)
+            if step == changed:
+                ids[1, 3] = (ids[1, 3] + 5) % 61
+            used.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            monitor.loss(loss)
+            used.step()
+    return monitor
+
+
+@pytest.mark.slow
+def test_adam_turns_the_rounding_of_attention_into_updates_and_hides_no_change() -> None:
+    a = attention_run("eager")
+    found = compare(a, attention_run("sdpa"))
+    updates = [at for at, each in enumerate(found.series) if each.what == "updates"]
+    assert np.nanmax(found.gaps[:, updates]) > 1e-3, "an update that is nothing but rounding"
+    assert found.agree, found.summary()
+    assert "they differ by rounding only" in found.summary()
+    changes: list[tuple[dict[str, Any], int]] = [
+        ({"rate": 3.03e-3}, 0), ({"betas": (0.9, 0.99)}, 1), ({"changed": 5}, 5),
+        ({"weight_decay": 0.1}, 0),
+    ]  # fmt: skip
+    for change, step in changes:
+        first = compare(a, attention_run("sdpa", **change)).first
+        assert first is not None, change
+        assert first.step == step, change
+
+
+def at_the_kink(shift: float, fault: bool = False) -> Monitor:
+    """Train a ReLU one of whose inputs is `shift`, which is no more than rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(16, 8)
+    with torch.no_grad():
+        model[0].bias[0] -= model[0](x)[5, 0] - shift
+    with Monitor(model, optimizer) as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            if fault:
+                model[0].weight.grad.mul_(2)
+            monitor.loss(loss)
+            optimizer.step()
+    return monitor
+
+
+def test_a_relu_at_its_kink_is_rounding() -> None:
+    a = at_the_kink(1e-8)
+    found = compare(a, at_the_kink(-1e-8))
+    column = found.series.index(("0.weight", "parameter_gradients"))
+    assert found.gaps[0, column] > 1e-3, "the gradient passes on one side only"
+    assert found.agree, found.summary()
+    assert not compare(a, at_the_kink(-1e-8, fault=True)).agree
+
+
+def test_a_loss_near_zero_has_the_rounding_of_its_terms(base: Monitor) -> None:
+    near = [History.load(base.history.save(_place("near"))) for _ in range(2)]
+    for history, loss in zip(near, (1e-7, 1.5e-7), strict=True):
+        history[30].loss = loss
+    assert compare(*near).agree
+    near[1][30].loss = 1e-2
+    first = compare(*near).first
+    assert first is not None
+    assert (first.step, first.what) == (30, "loss")
 
 
 def test_values_that_are_not_finite_in_both_runs_are_noted(base: Monitor) -> None:

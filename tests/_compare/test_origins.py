@@ -64,10 +64,24 @@ def detach_residual(model: Any) -> None:
     model.blocks[1].detached = True
 
 
+def detach_input(model: Any) -> None:
+    forward = model.blocks[1].left.forward
+    model.blocks[1].left.forward = lambda x: forward(x.detach())
+
+
+def detach_in_block(model: Any) -> None:
+    block = model.blocks[1]
+    block.forward = lambda x: x + block.rest(torch.tanh(block.left(x.detach()) * block.right(x)))
+
+
 @pytest.mark.parametrize("turned", [False, True], ids=["in b", "in a"])
 @pytest.mark.parametrize(
-    ("plant", "layer"), [(detach_branch, "blocks.1.left"), (detach_residual, "blocks.1")]
-)
+    ("plant", "layer"),
+    [
+        (detach_branch, "blocks.1.left"), (detach_residual, "blocks.1"),
+        (detach_input, "blocks.1.left"), (detach_in_block, "blocks.1"),
+    ],
+)  # fmt: skip
 def test_a_branch_without_a_gradient_is_located(
     plant: Callable[[Any], None], layer: str, turned: bool
 ) -> None:

@@ -83,6 +83,75 @@ def test_rows_without_their_padding_agree() -> None:
         assert sum(pair.grid is not None for pair in found.pairs) > 40
 
 
+def generated(rows: int, cached: bool, padded: bool = True) -> Call:
+    """Generate for some rows at a time, with their padding or without it."""
+
+    def call(model: nn.Module, data: Any) -> None:
+        for at in range(0, 3, rows):
+            part = {name: value[at : at + rows] for name, value in data.items()}
+            if not padded:
+                part = {
+                    name: value[:, part["attention_mask"][0] > 0] for name, value in part.items()
+                }
+            with torch.no_grad():
+                model.generate(**part, max_new_tokens=4, min_new_tokens=4, do_sample=False,
+                               pad_token_id=0, use_cache=cached)  # fmt: skip
+
+    return call
+
+
+PROMPTS = {key: data_of("llama", "left")[key] for key in ("input_ids", "attention_mask")}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("cached", [(True, True), (True, False), (False, False)])
+def test_rows_that_are_generated_one_at_a_time_agree(
+    cached: tuple[bool, bool], padded: bool
+) -> None:
+    run = Run(build("llama"), PROMPTS)
+    sides = (generated(3, cached[0]), generated(1, cached[1], padded))
+    found = compare(*(replace(run, call=each) for each in sides))
+    assert found.agree, str(found.first)
+    read = int(PROMPTS["attention_mask"].sum()) + 3 * 3  # the last token of a row is never read
+    assert {len(pair.grid) for pair in found.pairs if pair.grid is not None} == {read}
+    assert {p.place.call for p in found.pairs if p.place.layer == "lm_head"} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generation_beside_one_pass_over_what_was_generated(rows: int) -> None:
+    model, ids = build("llama"), batch("llama", None)["input_ids"]
+    with torch.no_grad():
+        whole = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+    def once(model: nn.Module, data: Any) -> Any:
+        with torch.no_grad():
+            return model(**data, use_cache=False)
+
+    def compared(b: nn.Module) -> Any:
+        return compare(
+            Run(model, {"input_ids": whole[:, :-1]}, call=once),
+            Run(b, {"input_ids": ids}, call=generated(rows, True)),
+        )
+
+    found = compared(model)
+    assert found.agree, str(found.first)
+    assert any("laid out differently" in note and "lm_head" in note for note in found.notes)
+    other = build("llama")
+    other.model.layers[1].self_attn.scaling *= 1.1
+    assert compared(other).first.layer == "model.layers.1.self_attn"
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "model.layers.1.mlp.up_proj"])
+def test_a_mistake_in_rows_that_are_generated_one_at_a_time_is_located(layer: str) -> None:
+    run = Run(build("llama"), PROMPTS, call=generated(3, True))
+    other = replace(run, model=build("llama"), call=generated(1, True))
+    with torch.no_grad():
+        other.model.get_submodule(layer).weight.mul_(1.001)
+    first = compare(run, other).first
+    assert first is not None
+    assert (first.layer, first.row) == (layer, None if layer == "lm_head" else 0)
+
+
 class Shared(nn.Module):
     """Calls one layer three times, as ALBERT does."""
 

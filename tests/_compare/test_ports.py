@@ -118,6 +118,47 @@ def test_layers_of_a_port_are_matched_by_their_weights() -> None:
     assert any("by their weights" in note for note in found.notes)
 
 
+class Plain(Block):
+    """Computes its norms in its own code, so that the norms of the model have no partners."""
+
+    def __init__(self, bug: str) -> None:
+        super().__init__(bug)
+        self.eps = self._modules.pop("before").eps
+        del self._modules["between"]
+
+    def before(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    between = before
+
+
+@pytest.mark.parametrize("bug", ["", "epsilon"])
+def test_a_port_without_modules_for_its_norms(bug: str) -> None:
+    model, port = build("llama"), Port()
+    port.blocks = nn.ModuleList(Plain(bug) for _ in range(3))
+    pairs = {"model.embed_tokens": "words", "lm_head": "head"}
+    for block in range(3):
+        inner = {a: b for a, b in NAMES.items() if "norm" not in a}
+        pairs |= {f"model.layers.{block}.{a}": f"blocks.{block}.{b}" for a, b in inner.items()}
+    with torch.no_grad():
+        for ours, theirs in pairs.items():
+            port.get_submodule(theirs).weight.copy_(model.get_submodule(ours).weight)
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else None
+    found = compare(model, port, data=batch("llama", None))
+    partners = {pair.place.layer: pair.partner.layer for pair in found.pairs if pair.partner}
+    assert partners["model.norm"] == "last", "of seven equal norms the one before the head"
+    assert "model.layers.1.input_layernorm" in found.only_a
+    assert not found.only_b
+    if not bug:
+        assert found.agree, str(found.first)
+        return
+    first = found.first
+    assert first is not None
+    assert (first.seen_at, first.layer) == ("model.layers.0.self_attn.q_proj", "model.layers.0")
+    assert "factor_per_token" in [kind.name for kind in first.kinds]
+
+
 @pytest.mark.parametrize(
     ("bug", "layer", "token"),
     [

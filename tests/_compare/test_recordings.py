@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_a_layer_that_differs_from_the_export_is_found(tiny: Any, tmp_path: Path
     assert found.text == tokenizer.decode([tokenizer(TEXTS[0])["input_ids"][0]])
 
 
+def test_token_ids_may_be_floats_that_hold_them_exactly(tiny: Any, tmp_path: Path) -> None:
+    model, tokenizer = tiny
+    export(tmp_path, model, tokenizer, torch.float32)
+    expected = import_hidden_states(tmp_path, tokenizer).token_ids
+    for path in tmp_path.iterdir():
+        kept = load_file(path)
+        save_file({**kept, "token_ids": kept["token_ids"].float()}, path)
+    side = import_hidden_states(tmp_path, tokenizer)
+    assert side.token_ids.dtype == torch.long
+    assert torch.equal(side.token_ids, expected)
+    assert compare(model, side).agree
+
+
 def write(path: Path, **tensors: Tensor) -> None:
     save_file(tensors, path)
 
@@ -104,6 +118,10 @@ def bad_exports(folder: Path, tokenizer: Any) -> dict[str, tuple[Any, str]]:
         "shape": {"hidden_states": states[0], "token_ids": ids},
         "vocabulary": {"hidden_states": states, "token_ids": ids + 10_000_000},
         "right": {"hidden_states": states, "token_ids": ids},
+        "fraction": {"hidden_states": states, "token_ids": torch.tensor([1, 2.5, 3, 4])},
+        "negative": {"hidden_states": states, "token_ids": torch.tensor([1, 2, 3, -1])},
+        "nan": {"hidden_states": states, "token_ids": torch.full((4,), math.nan)},
+        "rounded": {"hidden_states": states, "token_ids": (ids * 100).bfloat16()},
     }.items():
         place = folder / name
         place.mkdir()
@@ -124,6 +142,18 @@ def bad_exports(folder: Path, tokenizer: Any) -> dict[str, tuple[Any, str]]:
         "layers": (
             lambda: import_hidden_states(places["right"], layers=[1]), "the files hold 2 layers",
         ),
+        "twice": (
+            lambda: import_hidden_states(places["right"], layers=[1, 1]), "each layer once",
+        ),
+        "fraction": (
+            lambda: import_hidden_states(places["fraction"]), r"token_ids\[1\] is 2.5; tokens are",
+        ),
+        "negative": (lambda: import_hidden_states(places["negative"]), r"token_ids\[3\] is -1"),
+        "nan": (lambda: import_hidden_states(places["nan"]), r"token_ids\[0\] is nan"),
+        "rounded": (
+            lambda: import_hidden_states(places["rounded"]),
+            "bfloat16, which rounds whole numbers above 256, and the largest is 300: write it as",
+        ),
         "half": (lambda: import_hidden_states(half), "0.safetensors"),
         "empty": (lambda: import_hidden_states(folder / "empty"), "no .safetensors file"),
         "missing": (lambda: import_hidden_states(folder / "nowhere"), "no such folder"),
@@ -142,6 +172,15 @@ def test_another_number_of_layers_is_explained(tiny: Any, tmp_path: Path) -> Non
     write(tmp_path / "0.safetensors", hidden_states=torch.zeros(len(ids), 2, width), token_ids=ids)
     with pytest.raises(InspectionError, match=r"2 layers without names.*5 blocks.*layers="):
         compare(tiny.model, import_hidden_states(tmp_path))
+
+
+def test_a_layer_that_the_model_does_not_have_is_explained(tiny: Any, tmp_path: Path) -> None:
+    ids = torch.tensor(tiny.tokenizer(TEXTS[0])["input_ids"])
+    width = tiny.model.config.hidden_size
+    write(tmp_path / "0.safetensors", hidden_states=torch.zeros(len(ids), 2, width), token_ids=ids)
+    exported = import_hidden_states(tmp_path, layers=[1, 99])
+    with pytest.raises(InspectionError, match=r"states of 'layers.98', and a has no such layer"):
+        compare(tiny.model, exported)
 
 
 # -- saved inspections ---------------------------------------------------------------------------

@@ -156,7 +156,9 @@ def test_unseen_pairs_are_silent() -> None:
 @pytest.mark.slow
 def test_unseen_faults_are_found_in_bfloat16() -> None:
     with quiet():
-        found = [compare(a, b) for _, a, b in fault_pairs("attention scale x 1.5", low=True)]
+        found = [
+            compare(a, b) for _, a, b in fault_pairs("attention scale x 1.5", low=(True, True))
+        ]
     assert len(FAULTS) >= 7
     assert sum(not each.agree for each in found) == len(found)
 

@@ -246,6 +246,72 @@ def test_a_model_that_cannot_be_copied() -> None:
         advise(model, torch.randn(2, 4), "sum")
 
 
+class Pair(nn.Module):
+    """Two layers of 64 by 64 weights, in memory of their own or in the same memory."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        weight = self.first.weight.data
+        self.last.weight.data = weight if shared else weight.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_weights_that_share_memory_are_counted_once() -> None:
+    apart, shared = (advise(Pair(each), torch.randn(4, 64))["plain"] for each in (False, True))
+    assert apart.peak_bytes - shared.peak_bytes == 64 * 64 * 4
+
+
+class Listed(torch.optim.SGD):
+    """An optimizer that lists its parameters in an attribute of its own, as LBFGS does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.listed = [each for group in self.param_groups for each in group["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for each in self.listed:
+                each -= 0.1 * each.grad
+
+
+def test_an_optimizer_keeps_its_own_attributes_on_the_copy() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(4, 4)
+    before = model.weight.detach().clone()
+    advice = advise(model, x, optimizer=Listed(model.parameters()))
+    assert set(advice.failures) <= {"fused"}  # whose settings this class does not take
+    assert torch.equal(model.weight, before)
+
+
+class Scaled(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return (self.weight * output).square().mean()
+
+
+def test_gradients_of_a_loss_module_and_of_the_model_are_left_alone() -> None:
+    model, x, loss = nn.Linear(4, 1), torch.randn(4, 4), Scaled()
+    both = [*model.parameters(), *loss.parameters()]
+    advise(model, x, loss, optimizer=torch.optim.SGD(both, lr=0.1))
+    advise(model, x, lambda output: squared(output) + model.weight.square().sum())
+    assert [each.grad for each in both] == [None, None, None]
+    assert loss.weight.item() == 1
+
+
+def test_several_optimizers_are_refused() -> None:
+    model = nn.Linear(4, 1)
+    each = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    with pytest.raises(InspectionError, match=r"2 optimizers were given.*Give one of them"):
+        advise(model, torch.randn(4, 4), optimizer=each)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(InspectionError, match="LBFGS asks for a closure"):
         advise(nn.Linear(4, 1), torch.randn(4, 4), "sum", optimizer=torch.optim.LBFGS)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._checkup.copies import Split
 from torchfmri._checkup.loss_reading import what_targets_are
 from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.operations import OperationWatch, head_activity
 from torchfmri._checkup.softmaxes import class_axis, distribution_axes
-from torchfmri._diagnosis.notes import Notes
+from torchfmri._checkup.users_step import Split
+from torchfmri._diagnosis.report import Notes
 
 
 def watched(run: Callable[[], object], samples: int = 0) -> OperationWatch:
@@ -54,6 +54,29 @@ def test_axes_of_distributions() -> None:
         assert distribution_axes(values.softmax(axis)) == [axis]
     assert distribution_axes(values) == []
     assert distribution_axes(torch.full((4, 4), 0.25)) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_distributions_that_were_rounded(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    sure = torch.tensor([[0.6, 0.4], [0.9, 0.1]], dtype=dtype)
+    many = torch.randn(64, 1000, generator=draw).softmax(1).to(dtype)
+    assert distribution_axes(sure) == [1]
+    assert distribution_axes(many) == [1]
+    assert distribution_axes((many.double() * 0.97).to(dtype)) == []
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_every_part_of_a_loss_counts(last: int) -> None:
+    # One target has two classes in each row, the other one: whichever is compared last.
+    targets = [torch.ones(4, 2), torch.eye(2)[torch.tensor([0, 1, 0, 1])]]
+    x = torch.randn(4, 2, requires_grad=True)
+
+    def loss() -> Tensor:
+        p = x.softmax(1)
+        return F.mse_loss(p, targets[1 - last]) + F.mse_loss(p, targets[last])
+
+    assert watched(loss).softmaxes.above_one == 1.0
 
 
 @pytest.mark.parametrize("axis", [-1, -2, -3])

@@ -40,11 +40,12 @@ def test_healthy_model_raises_nothing(healthy: Healthy) -> None:
     assert diagnosis.ok, str(diagnosis)
 
 
-def test_every_threshold_is_in_the_docs_with_its_value() -> None:
+def test_every_threshold_is_in_the_docs_with_its_value_and_reason() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "diagnosis.md").read_text("utf-8")
     for name, cut in CUTS.items():
         row = next((line for line in page.splitlines() if line.startswith(f"| `{name}` |")), "")
         assert f"| {'>' if cut.above else '<'} {cut.value:g} |" in row, name
+        assert row.endswith(f"| {cut.reason} |".replace("|tanh|", "&#124;tanh&#124;")), name
     assert set(MEASURED) <= set(CUTS)
 
 

@@ -1,11 +1,18 @@
 """Weights that jump: by one enormous update, or by something else than the optimizer."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from torchfmri import Finding, Monitor
+from torchfmri._diagnosis.jumps import growth_outside
+from torchfmri._diagnosis.signals import row_medians
+from torchfmri._diagnosis.trace import RunTrace
+from torchfmri._records import Step
 
 
 def trained(
@@ -253,3 +260,63 @@ def test_rows_that_an_update_makes_grow_are_not_said_to_be_written_by_others(eve
             optimizer.step()
     assert model[0].weight[:37].norm() > 10 * 1e-3 * (37 * 16) ** 0.5
     assert "weights_changed_outside" not in [each.problem for each in monitor.findings]
+
+
+def some_norms(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Norms, among them zeros, infinities and ones that are not known."""
+    norms = np.exp(generator.normal(size=shape))
+    for value, share in ((0.0, 0.1), (math.nan, 0.15), (math.inf, 0.03)):
+        norms[generator.random(shape) < share] = value
+    return norms
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_growth_is_that_of_each_parameter_from_step_to_step(seed: int) -> None:
+    """Each parameter by itself, one step after the other."""
+    generator = np.random.default_rng(seed)
+    rows, columns = int(generator.integers(1, 30)), int(generator.integers(1, 9))
+    weights, changes = (some_norms(generator, (rows, columns)) for _ in range(2))
+    numbers = np.cumsum(generator.integers(1, 4, size=rows)).tolist()
+    trace, names = RunTrace(rows), tuple(map(str, range(columns)))
+    for row, number in enumerate(numbers):
+        updates = np.stack([changes[row], weights[row]])
+        trace.add(Step(number, parameters=names, updates=updates), [])
+    found = growth_outside(trace)
+    for column in range(columns):
+        known: int | None = None  # the last step before that knew the weight
+        for row in range(rows):
+            start = numbers[0] if known is None else numbers[known]
+            missed = sum(n not in numbers for n in range(start, numbers[row]))
+            assert found.unwatched[row, column] == missed
+            with np.errstate(all="ignore"):
+                ratio = np.divide(*updates_at(changes, weights, known, column))
+                now = np.divide(*updates_at(changes, weights, row, column))
+                before = math.nan if known is None else weights[known, column]
+                now_known = weights[row, column] > 0
+                size = np.divide(weights[row, column] if now_known else math.nan, before)
+                bound = np.fmax(ratio, now) if missed else ratio
+                grown = size / (1 + bound) ** (missed + 1)
+                shrunk = size / max(1 - bound, 0) ** (missed + 1)
+            beyond = shrunk if shrunk < 1 / 1.02 else grown if grown > 1.02 else 1.0
+            expected = (size, beyond, ratio)
+            seen = (found.size[row, column], found.beyond[row, column], found.update[row, column])
+            np.testing.assert_allclose(seen, expected, rtol=1e-12)
+            known = row if now_known else known
+
+
+def updates_at(
+    changes: np.ndarray, weights: np.ndarray, row: int | None, column: int
+) -> tuple[np.float64, np.float64]:
+    """The norm of an update and of the weights before it; nan if they are not known."""
+    if row is None or not weights[row, column] > 0:
+        return np.float64(math.nan), np.float64(math.nan)
+    return changes[row, column], weights[row, column]
+
+
+def test_medians_of_rows_are_those_of_numpy() -> None:
+    generator = np.random.default_rng(0)
+    for columns in range(1, 9):
+        values = some_norms(generator, (50, columns))
+        values[0] = math.nan
+        expected = [np.nanmedian(row) if (row == row).any() else math.nan for row in values]
+        np.testing.assert_array_equal(row_medians(values), expected)

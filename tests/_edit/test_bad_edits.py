@@ -241,3 +241,64 @@ def test_a_selection_made_twice() -> None:
         Edit.zero().at(tokens=1).at(tokens=2)
     with pytest.raises(InspectionError, match="heads and units both select units"):
         Edit.zero().at(heads=0).at(units=2)
+
+
+REFUSED_WHEN_MADE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a donor that is a word": (lambda: Edit.replace("nonsense"), "donor='nonsense'"),
+    "a source that is a number": (
+        lambda: Edit.replace(torch.zeros(1, 9, 16), source=5),
+        "source=5: give a list of positions",
+    ),
+    "a source of words": (lambda: Edit.replace(torch.zeros(1, 9, 16), source=["a"]), "source="),
+    "a source beyond the donor": (
+        lambda: Edit.replace(torch.zeros(1, 9, 16), source=[9]),
+        "the donor has 9 positions, 0 to 8",
+    ),
+    "a source of a donor without positions": (
+        lambda: Edit.replace(torch.zeros(16), source=[0]),
+        r"has to be \(b, s, ...\)",
+    ),
+    "one token twice": (
+        lambda: Edit.replace(torch.zeros(1, 9, 16), source=[0, 1]).at(tokens=[2, 2]),
+        "as many different tokens",
+    ),
+    "complex values": (lambda: Edit.add(torch.zeros(16, dtype=torch.complex64)), "real values"),
+    "a class": (lambda: Edit.function(nn.Linear), "give a function of a tensor"),
+    "features that are a number": (
+        lambda: Edit.without_features(Doubling(), 3),
+        "features=3: give a list of numbers",
+    ),
+}
+
+
+class Doubling:
+    """A dictionary with one feature per unit."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values * 2
+
+    def decode(self, features: Tensor) -> Tensor:
+        return features / 2
+
+
+@pytest.mark.parametrize("case", REFUSED_WHEN_MADE)
+def test_refused_when_the_edit_is_made(case: str) -> None:
+    make, words = REFUSED_WHEN_MADE[case]
+    with pytest.raises(InspectionError, match=words):
+        make()
+
+
+def test_sources_need_tokens(model: nn.Module) -> None:
+    edit = Edit.replace(torch.zeros(2, 9, 16), source=[0])
+    with (
+        pytest.raises(InspectionError, match=r"'L0' names positions in the donor, source=\[0\]"),
+        torchfmri.edited(model, {"L0": edit}),
+    ):
+        pytest.fail("the block ran")
+
+
+def test_a_feature_that_the_dictionary_does_not_have(model: nn.Module) -> None:
+    edits = {"L0": Edit.without_features(Doubling(), [16])}
+    words = "no feature 16: the dictionary has 16, 0 to 15"
+    with pytest.raises(InspectionError, match=words), torchfmri.edited(model, edits):
+        model(ids())

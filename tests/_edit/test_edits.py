@@ -528,3 +528,56 @@ def test_a_part_is_narrowed_step_by_step() -> None:
     once = actual(subject(), {"L0": Edit.zero().at(units=1, tokens=2)})
     twice = actual(subject(), {"L0": Edit.zero().at(units=1).at(tokens=2)})
     assert torch.equal(once, twice)
+
+
+def test_sources_are_kept_whatever_is_selected_first() -> None:
+    donor = torch.randn(2, 3, 16, dtype=torch.float64)
+    edit = Edit.replace(donor, source=[0, 1])
+    one = actual(subject(), {"blocks.0.attn.hook_z": edit.at(heads=3).at(tokens=[4, 5])})
+    other = actual(subject(), {"blocks.0.attn.hook_z": edit.at(tokens=[4, 5]).at(heads=3)})
+    assert torch.equal(one, other)
+    assert not torch.equal(one, subject()(ids()).logits)
+
+
+def test_sources_of_tokens_counted_from_the_end() -> None:
+    donor = torch.randn(2, 3, 16, dtype=torch.float64)
+    places = ([-1, 2], [S - 1, 2])
+    one, other = (
+        actual(subject(), {"L0": Edit.replace(donor, source=[-1, 0]).at(tokens=at)})
+        for at in places
+    )
+    assert torch.equal(one, other)
+    new = actual(subject(), {"L0": Edit.replace(donor, source=[2, 0]).at(tokens=places[1])})
+    assert torch.equal(one, new)
+
+
+def test_an_edit_does_not_follow_the_lists_that_it_was_made_of() -> None:
+    class Halves:
+        def encode(self, values: Tensor) -> Tensor:
+            return values * 2
+
+        def decode(self, features: Tensor) -> Tensor:
+            return features / 2
+
+    value = torch.randn(2, 3, 8)
+    chosen, tokens, mask = [1, 3], [0], torch.ones(2, S, dtype=torch.bool)
+    listed, counted = (
+        Edit.without_features(Halves(), each) for each in (chosen, (n for n in [1, 3]))
+    )
+    at, masked = Edit.zero().at(tokens=tokens), Edit.zero().at(tokens=mask)
+    chosen.clear()
+    tokens[0] = 2
+    mask.zero_()
+    wanted = value.clone()
+    wanted[..., [1, 3]] = 0
+    for edit in (listed, counted):
+        assert torch.equal(edit.values(value), wanted)
+        assert torch.equal(edit.values(value), wanted)  # a generator is not used up
+    assert at.tokens == [0]
+    assert bool(masked.tokens.all())
+
+
+def test_the_mean_of_whole_numbers_is_not_cut() -> None:
+    values, model = torch.tensor([[1, 2], [2, 5]]), nn.Sequential(nn.Tanh())
+    with torchfmri.edited(model, {"0": Edit.mean(values)}):
+        assert model(torch.zeros(1, 2)).tolist() == [[1.5, 3.5]]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfmri
 from torchfmri import ExplainedError, Explanation, InspectionError, explain, explained
-from torchfmri._explain.failures import FAILURES
+from torchfmri._explain.entry_points import FAILURES
 from torchfmri.exceptions import explained_error
 
 

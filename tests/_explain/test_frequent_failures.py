@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from torch.utils.data import DataLoader, Dataset
 
 from torchfmri import InspectionError, explain
-from torchfmri._explain.failures import FAILURES
+from torchfmri._explain.entry_points import FAILURES
 from torchfmri.reference import AttentionFunction
 
 # --- custom Functions ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchfmri._kernels import cuda_rows
 from torchfmri._kernels import rows as rows_module
 from torchfmri._kernels.accelerator import compiled_rows, use_accelerator
 from torchfmri._kernels.cuda_rows import BLOCK, MOST, WIDEST, RowQueue, can_read, launch_forms
@@ -203,6 +204,55 @@ def test_a_long_queue_is_launched_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     for numbers in found:
         assert_close(numbers, expected_of(values, asked))
     rows.flush()  # there is nothing left to do
+
+
+class Streams:
+    """A stand-in for CUDA streams: which one is current, and what was asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.done = 0, list[Any]()
+        self.kept = list[object]()
+        monkeypatch.setattr(cuda_rows, "stream_of", lambda device: self.now)
+        monkeypatch.setattr(cuda_rows, "_wait_for", lambda _, number: self.note("wait", number))
+        monkeypatch.setattr(cuda_rows, "_launch", lambda *_: self.note("launch", self.now))
+        monkeypatch.setattr(cuda_rows, "_keep_from_others", lambda alive, _: self.keep(alive))
+
+    def note(self, what: str, number: int) -> None:
+        self.done.append((what, number))
+
+    def keep(self, alive: list[object]) -> None:
+        self.kept += alive
+
+
+def test_tensors_of_another_stream_are_waited_for_and_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams, values = Streams(monkeypatch), draw(2, 8)
+    asked = asked_of(8, 0, 0, torch.float32, "cpu")
+    queue = RowQueue(values.device)
+    rest = (asked.address, 0, asked.length, 2, 8)
+    lines = rows_module._Lines(2, 0, values.device, queue.alive_until_launched)
+    lane = rows_module.QueuedLane(lines, queue, values, 0, rest)
+
+    streams.now = 5  # one stream for everything: nothing to wait for
+    lane.read(values)
+    queue.flush()
+    assert streams.done == [("launch", 5)]
+    assert streams.kept == []
+
+    streams.done.clear()
+    lane.read(values)
+    streams.now = 7
+    lane.read(values)
+    queue.flush()
+    assert streams.done == [("wait", 5), ("launch", 7)]
+    assert len(streams.kept) == 2
+    assert all(each is values for each in streams.kept)
+
+    streams.done.clear()
+    streams.now = 5  # nothing waits, but results are being computed on the other stream
+    queue.flush()
+    assert streams.done == [("wait", 7)]
 
 
 def test_what_the_queue_does_not_read() -> None:

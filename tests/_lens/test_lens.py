@@ -193,7 +193,7 @@ def test_bad_input() -> None:
         torchfmri.lens(model, None, tokens())
     with pytest.raises(InspectionError, match="no position 9"):
         lens.table(9)
-    with pytest.raises(InspectionError, match="'surprise': there are"):
+    with pytest.raises(InspectionError, match="'surprise' is unknown: choose one of"):
         lens.plot("surprise")
     with pytest.raises(InspectionError, match="top=0"):
         torchfmri.lens(model, None, ids, top=0)

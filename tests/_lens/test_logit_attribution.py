@@ -132,8 +132,8 @@ def test_bad_input() -> None:
     ask = "The capital of France is"
     for options, words in (
         ({"token": " Paris or Rome"}, "tokens .*and a logit belongs to one"),
-        ({"token": 10**9}, "Token id 1000000000 is none"),
-        ({"against": -1}, "Token id -1 is none"),
+        ({"token": 10**9}, "Token id 1000000000 is not in the vocabulary"),
+        ({"against": -1}, "Token id -1 is not in the vocabulary"),
         ({"token": 1.5}, r"token=1\.5"),
         ({"position": 99}, "position=99: the prompt has 6 tokens"),
     ):

@@ -14,6 +14,7 @@ import torchfmri
 from tests._edit.written_out import logits_of, unchanged
 from tests.architectures import ARCHITECTURES, tokens
 from torchfmri import FileFormatError, InspectionError, LayerNotFoundError, LesionMap, lesion
+from torchfmri._lesion.questions import LesionQuestion
 
 Subject = tuple[nn.Module, Any]
 PROMPTS = ["Once upon a time there was a little", "The dog ran to the", "She was very"]
@@ -323,6 +324,38 @@ def test_an_answer_that_continues_a_word_is_noted(tiny: Subject) -> None:
         assert (words in found.table(width=200)) == is_noted
 
 
+def question(metric: Any) -> LesionQuestion:
+    ids = torch.tensor([1])
+    return LesionQuestion("", "", "", ids=ids, answer_ids=ids, foil_id=None, metric=metric)
+
+
+@pytest.mark.parametrize("kind", [float, np.float64])
+def test_a_number_of_a_metric_is_not_rounded(kind: Any) -> None:
+    found = question(lambda logits, ids: kind(1.0 + 1e-9)).measure(torch.zeros(2, 1, 3))
+    assert found.tolist() == [1.0 + 1e-9] * 2
+
+
+def test_numbers_of_numpy_and_of_torch_in_turns() -> None:
+    given = iter([np.float32(0.5), torch.tensor([2.0]), np.int64(3)])
+    found = question(lambda logits, ids: next(given)).measure(torch.zeros(3, 1, 3))
+    assert found.tolist() == [0.5, 2.0, 3.0]
+
+
+def test_a_metric_that_fails_for_one_row_is_named() -> None:
+    given = iter([1.0, None])
+    with pytest.raises(InspectionError, match="returned NoneType"):
+        question(lambda logits, ids: next(given)).measure(torch.zeros(2, 1, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_prompt_may_lie_on_another_device_than_its_answer() -> None:
+    model, ids = small().cuda(), tokens(8, batch=1)[0]
+    found, same = (
+        lesion(model, None, each, [[5, 9]], of="mlps").lesioned for each in (ids.cuda(), ids)
+    )
+    np.testing.assert_array_equal(found, same)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no answer": ({"answers": None}, "is about an answer"),
     "no foil": ({"metric": "logit_difference"}, "give foils="),
@@ -337,6 +370,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many answers": ({"answers": [" a", " b"]}, "one for each of 1 prompts"),
     "an empty answer": ({"answers": ""}, "it has no tokens"),
     "a metric of several numbers": ({"metric": lambda logits, ids: logits}, "one number"),
+    "a metric of nothing": ({"metric": lambda logits, ids: None}, "returned NoneType"),
+    "a complex metric": (
+        {"metric": lambda logits, ids: logits[0, 0] * 1j},
+        r"returned a tensor of shape \(\) and torch.complex64",
+    ),
+    "a foil that no model knows": (
+        {"metric": "logit_difference", "foils": 10**6},
+        "Token id 1000000 at position 0 of foil 0",
+    ),
+    "a negative foil": (
+        {"metric": "logit_difference", "foils": -1},
+        "Token id -1 at position 0 of foil 0",
+    ),
+    "a negative answer": ({"answers": -1}, "Token id -1 at position 0 of answer 0"),
+    "an answer that is a number": ({"answers": 5.0}, "answers=5.0"),
+    "tokens that are a text": ({"tokens": "all"}, "tokens='all'"),
     "tokens that are not there": ({"tokens": [99]}, "never acted"),
 }
 
@@ -347,3 +396,14 @@ def test_bad_arguments(tiny: Subject, case: str) -> None:
     arguments: dict[str, Any] = {"answers": " girl", "of": "mlps", **change}
     with pytest.raises(InspectionError, match=words):
         lesion(*tiny, PROMPTS[0], **arguments)
+
+
+def test_tokens_are_checked_before_the_model_runs(tiny: Subject) -> None:
+    calls: list[int] = []
+    handle = tiny[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(InspectionError, match="tokens='all'"):
+            lesion(*tiny, PROMPTS, ANSWERS, tokens="all")
+    finally:
+        handle.remove()
+    assert not calls

@@ -100,6 +100,10 @@ def test_prompts_without_a_mask_are_refused(model: nn.Module) -> None:
             InspectionError, match=f"{kind} predicts tokens that are masked.*{words}"
         ):
             lesion(model, tokenizer, [prompt], [[11]], of="mlps")
+    with pytest.raises(
+        InspectionError, match=r"write '\[MASK\]' where answer and foil would stand"
+    ):
+        lesion(model, TOKENIZER, [[9, 8, 7]], [[11]], [[13]], of="mlps", metric="logit_difference")
 
 
 def test_the_file_says_that_answers_are_masked(model: nn.Module, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torchfmri
 from tests._edit.written_out import logits_of
 from tests.architectures import ARCHITECTURES
 from torchfmri import InspectionError, patch
-from torchfmri._lesion.roles import match_roles
+from torchfmri._lesion.patching import match_roles
 
 Subject = tuple[nn.Module, Any]
 CLEAN, CORRUPTED = "Tom had a dog. Tom was", "Lily had a dog. Lily was"

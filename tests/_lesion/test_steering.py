@@ -77,6 +77,7 @@ def test_bad_arguments(tiny: Subject, direction: Direction) -> None:
         ({"direction": vector[:7], "place": "L1"}, "does not fit 'L1'"),
         ({"direction": vector, "place": "L*"}, "several places"),
         ({"direction": vector * torch.nan, "place": "L1"}, "NaN or infinite"),
+        ({"factor": float("nan")}, "factor=nan"),
         ({"random": 0}, "from 1"),
         ({"max_new_tokens": 0}, "from 1"),
     ):
@@ -86,3 +87,16 @@ def test_bad_arguments(tiny: Subject, direction: Direction) -> None:
         steer(*tiny, PROMPT, direction, place="model.layers.9")
     with pytest.raises(InspectionError, match=r"Linear has no generate\(\)"):
         steer(nn.Linear(2, 2), None, [1, 2], torch.ones(2), place="")
+
+
+def test_the_factor_is_checked_before_anything_is_written(
+    tiny: Subject, direction: Direction
+) -> None:
+    calls: list[int] = []
+    handle = tiny[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(InspectionError, match="factor='2'"):
+            steer(*tiny, PROMPT, direction, factor="2")
+    finally:
+        handle.remove()
+    assert not calls

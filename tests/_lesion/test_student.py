@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchfmri._lesion.student import paired
+from torchfmri._lesion.lesion_map import paired
 
 stats = pytest.importorskip("scipy.stats")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import torchfmri
 from torchfmri import InspectionError, Inspector, LayerNotFoundError
 from torchfmri._model.layers import (
     each_once,
@@ -258,3 +260,24 @@ def test_each_module_and_parameter_once_by_its_first_name() -> None:
     assert list(each_once(parameters)) == ["0.weight", "0.bias"]
     # torch's own walk agrees where nothing is wrapped.
     assert each_once(parameters) == dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x: torchfmri.cost(model, x, "sum", rounds=0),
+        lambda model, x: torchfmri.verify_gradients(model, x, "sum"),
+        lambda model, x: torchfmri.diagnose(
+            model, [(x, x)], nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), 1, show=False
+        ),
+    ],
+    ids=["cost", "verify_gradients", "diagnose"],
+)
+def test_a_scripted_layer_is_named(use: Callable[[nn.Module, Tensor], object]) -> None:
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    for model, name in [
+        (nn.Sequential(nn.Linear(4, 4), scripted), "Layer '1'"),
+        (scripted, "The model"),
+    ]:
+        with pytest.raises(InspectionError, match=rf"{name} is TorchScript.*Put the nn\.Module"):
+            use(model, torch.randn(2, 4))

@@ -487,7 +487,7 @@ def test_a_loss_that_is_nan_was_seen(tmp_path: Any) -> None:
     model = nn.Linear(4, 1)
     monitor = Monitor(model)
     rows: list[dict[str, float]] = []
-    monitor.add_writer(WandbWriter(SimpleNamespace(log=rows.append), histograms=False))
+    monitor.add_writer(WandbWriter(SimpleNamespace(log=rows.append), histograms=False, images=0))
     for factor in (1.0, math.nan):
         with monitor.step() as step:
             step.loss(model(torch.randn(2, 4)).sum() * factor)
@@ -701,7 +701,7 @@ def fail_begin(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
 
 
 def fail_hook(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(collector, "calculate_statistics", fail)
+    patch.setattr(collector.Collector, "add", fail)
 
 
 def fail_gradient(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:

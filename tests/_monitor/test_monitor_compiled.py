@@ -202,6 +202,20 @@ def test_what_cannot_be_watched_inside_runs_eagerly_and_says_so(
     assert monitor.history.values(layer, "gradients", "count")[-1] == calls * 32
 
 
+def test_parts_that_are_compiled_run_eagerly_and_a_note_says_so() -> None:
+    expected, losses = train(build())
+    model, backend = build(), Compiler()
+    model[2] = torch.compile(model[2], backend=backend)
+    found, watched = train(model)
+    assert watched == losses
+    assert_same(found, expected)
+    (note,) = found.notes
+    assert note == ("watched steps ran eagerly: only parts of the model are compiled, such as 2")
+    assert backend.graphs == 0
+    model(torch.randn(32, 8))
+    assert backend.graphs == 1  # and are compiled without a Monitor
+
+
 @pytest.mark.slow
 def test_a_compiler_that_fails_does_not_stop_training() -> None:
     def broken(graph: Any, inputs: Any) -> Any:

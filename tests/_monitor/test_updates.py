@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfmri._monitor.updates import Updates, is_sampled, local_part
+from torchfmri._monitor.updates import Updates, is_sampled
 from torchfmri._records import UPDATE_SAMPLE
 from torchfmri._torch import private
 from torchfmri._torch.deferred import Deferred
@@ -69,11 +69,6 @@ def test_norms_without_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [float(each) for each in norms(tensors)] == pytest.approx(expected)
     monkeypatch.delattr(private.torch, "_foreach_norm")
     assert [float(each) for each in norms(tensors)] == pytest.approx(expected)
-
-
-def test_local_part_of_a_plain_tensor() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert not local_part(weight).requires_grad
 
 
 def test_deferred_reads_in_order_what_was_there_then() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -142,14 +144,178 @@ def test_a_compiled_model_is_put_back_after_an_error() -> None:
     assert dict(vars(model)) == attributes
 
 
-def test_blocks_that_the_user_compiled_run_eagerly() -> None:
-    model, backend = build("llama"), Compiler()
+def compile_wrapped(model: Any, backend: Any) -> None:
+    for number, block in enumerate(model.model.layers):
+        model.model.layers[number] = torch.compile(block, backend=backend)
+
+
+def compile_blocks(model: Any, backend: Any) -> None:
     for block in model.model.layers:
         block.compile(backend=backend)
-    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, do_sample=False)
-    assert found.meta["generation"] == "eager"
-    assert not backend.graphs
+
+
+def compile_forwards(model: Any, backend: Any) -> None:
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+def compile_one_part(model: Any, backend: Any) -> None:
+    model.model.layers[1].mlp.compile(backend=backend)
+
+
+PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@needs("torch", "2.13", "it compiles more often")
+@pytest.mark.parametrize(
+    "how", [compile_blocks, compile_forwards, compile_wrapped, compile_one_part]
+)
+def test_blocks_that_the_user_compiled_stay_compiled(how: Any) -> None:
+    model, backend = build("llama"), Compiler()
+    expected = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    how(model, backend)
+    ids = torch.tensor([prompts()[0]])
+    plain = model.generate(ids, max_new_tokens=STEPS, **PLAIN).tolist()
+    own, before = len(backend.graphs), state_of(model)
+    attributes = [dict(vars(each)) for each in model.modules()]
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, verify=True, **PLAIN)
+    compiled = len(backend.graphs)
+    assert own < compiled <= 2 * own
+    assert found.meta["generation"] == "compiled parts"
+    assert found.meta["notes"] == expected.meta["notes"]
+    assert found[0].checks["tokens_identical"] is True
+    assert plain == [found[0].tokens.ids.tolist()]
+    assert_alike(found, expected)
     assert np.isfinite(found[0].voxels["activation"][len(prompts()[0]) : -1]).all()
+    assert_same_state(before, state_of(model))
+    assert [dict(vars(each)) for each in model.modules()] == attributes
+    again = torchfmri.scan(model, None, prompts()[0], STEPS, per="position", **PLAIN)
+    assert again.meta["generation"] == "compiled parts"
+    assert model.generate(ids, max_new_tokens=STEPS, **PLAIN).tolist() == plain
+    assert len(backend.graphs) == compiled
+
+
+@pytest.mark.parametrize("how", [compile_blocks, compile_forwards, compile_wrapped])
+def test_compiled_blocks_are_put_back_after_an_error(how: Any) -> None:
+    model, backend = build("llama"), Compiler()
+    how(model, backend)
+    attributes = [dict(vars(each)) for each in model.modules()]
+    ran: list[int] = []
+
+    def stop(token: Any) -> None:
+        ran.append(token.position)
+        if token.position == len(prompts()[0]) + 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torchfmri.scan(model, None, prompts()[0], STEPS, per=None, on_token=stop, do_sample=False)
+    assert ran
+    assert backend.graphs
+    assert [dict(vars(each)) for each in model.modules()] == attributes
+    stance = torch.compiler.set_stance("default")
+    assert stance.prev.stance == "default"
+    seen = len(backend.graphs)
+    model.generate(torch.tensor([prompts()[0]]), max_new_tokens=2, **PLAIN)
+    assert len(backend.graphs) > seen  # the user's own code is compiled at last
+
+
+def test_more_blocks_than_torch_keeps_graphs_of_one_function() -> None:
+    """Transformers number their layers, and a graph serves one number."""
+    model, backend = build("llama", num_hidden_layers=10), Compiler()
+    expected = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    compile_blocks(model, backend)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "compiled parts"
+    assert found.meta["notes"] == expected.meta["notes"]
+    assert_alike(found, expected)
+    compiled = len(backend.graphs)
+    assert compiled >= 10
+    torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert len(backend.graphs) == compiled
+
+
+def test_alike_blocks_are_compiled_once() -> None:
+    """Blocks that keep no number and no cache share a graph in the scan as without it."""
+    model, backend = build("llama", num_hidden_layers=6), Compiler()
+    for block in model.model.layers:
+        block.mlp.compile(backend=backend)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "compiled parts"
+    assert len(backend.graphs) == 1
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "deepseek-v3", "qwen3-moe"])
+def test_compiled_parts_of_other_models(architecture: str) -> None:
+    model, backend = build(architecture), Compiler()
+    expected = torchfmri.scan(model, None, prompts()[:2], STEPS, per=None, **PLAIN)
+    blocks = model.transformer.h if architecture == "gpt2" else model.model.layers
+    for block in blocks:
+        block.compile(backend=backend)
+    found = torchfmri.scan(model, None, prompts()[:2], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "compiled parts"
+    assert found.meta["missed"] == expected.meta["missed"]
+    assert_alike(found, expected, sequences=2)
+
+
+def test_a_part_that_is_called_repeatedly_runs_eagerly_and_says_so() -> None:
+    model, backend = build("llama"), Compiler()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    compile_blocks(model, backend)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "eager"
+    assert any("called several times" in each for each in found.meta["notes"])
+    assert not backend.graphs
+
+
+def test_a_part_that_cannot_be_compiled_runs_eagerly_and_says_so() -> None:
+    def broken(graph: Any, inputs: Any, **_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    model = build("llama")
+    expected = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    compile_blocks(model, broken)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "eager"
+    assert any("compiled parts ran eagerly" in each for each in found.meta["notes"])
+    assert_alike(found, expected)
+
+
+def test_a_forward_that_was_compiled_in_place_of_the_class_s_own_is_the_one_that_runs() -> None:
+    model, backend = build("llama"), Compiler()
+    block = model.model.layers[0].mlp
+    written = block.forward
+    block.forward = lambda x: 2 * written(x)
+    expected = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    block.forward = torch.compile(block.forward, backend=backend)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "compiled parts"
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("how", [compile_in_place, compile_blocks])
+def test_a_compiled_model_that_was_scanned_can_be_freed(how: Any) -> None:
+    model = build("llama")
+    how(model, Compiler())
+    torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    gone = weakref.ref(model.model.layers[0])
+    torch.compiler.reset()
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [compile_blocks, compile_wrapped])
+def test_blocks_compiled_by_inductor(how: Any) -> None:
+    model = build("llama")
+    eager = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    how(model, "inductor")
+    ids = torch.tensor([prompts()[0]])
+    plain = model.generate(ids, max_new_tokens=STEPS, **PLAIN).tolist()
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **PLAIN)
+    assert found.meta["generation"] == "compiled parts"
+    assert plain == [found[0].tokens.ids.tolist()]
+    assert_alike(found, eager)
 
 
 def test_live_tokens_a_padded_batch_and_kept_tensors() -> None:

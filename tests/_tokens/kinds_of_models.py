@@ -892,6 +892,32 @@ class Convolutions(Kind):
         return {"conv": [x], "after": [x]}
 
 
+@kind("a longer convolution", 0, S + 4)
+@kind("a longer convolution, cut in the middle", 2, S)
+@kind("a longer convolution, cut at its end", 0, S)
+@kind("a longer convolution, cut at its end after an activation", 0, S, True)
+@kind("a longer convolution, cut in the middle after an activation", 2, S, True)
+class LongerConvolution(Kind):
+    """More rows than the sequence has; if as many are left, they are those of the sequence."""
+
+    def __init__(self, start: int, count: int, is_late: bool = False) -> None:
+        super().__init__()
+        self.start, self.count, self.is_late = start, count, is_late
+        self.conv, self.after = nn.Conv1d(H, H, 5, padding=4), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.mT)
+        x = x.tanh() if self.is_late else x
+        return self.after(x.narrow(2, self.start, self.count).mT)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        x, longer = x_at(at), at("longer", B, S + 4)
+        if self.count > S:
+            return {"conv": [longer], "after": [longer]}
+        own = longer if self.start else torch.cat([x, x[:, -1:].expand(B, 4)], 1)
+        return {"conv": [own], "after": [x]}
+
+
 @kind("u-net, nearest", "nearest")
 @kind("u-net, transposed", "transposed")
 @kind("u-net by shuffled pixels", "shuffle")

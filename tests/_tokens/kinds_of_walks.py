@@ -210,7 +210,7 @@ class TwoPositions(Kind):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.w = how, free(H) if how in ("decay", "three") else linear()
-        if how in ("decay", "before", "after"):
+        if how in ("decay", "before", "after", "both"):
             self.refused = ("w", "w.weight", "w.bias")
 
     def inputs(self) -> tuple[Any, ...]:
@@ -324,6 +324,7 @@ class RowsWritten(Kind):
 @kind("a second walk from the last state, step by step", "steps")
 @kind("a second walk from the last state, over some positions", "some")
 @kind("a second walk backwards from the last state, stacked", "backwards")
+@kind("a second walk over positions taken apart before, step by step", "unbound")
 class SecondWalk(Kind):
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -335,18 +336,100 @@ class SecondWalk(Kind):
         return steps[::-1] if self.how == "backwards" else steps
 
     def forward(self, x: Tensor) -> Tensor:
-        h, made = torch.zeros(B, H), []
+        h, made, is_by_step = torch.zeros(B, H), [], self.how in ("steps", "unbound")
+        steps = x.unbind(1) if self.how == "unbound" else None
         for t in range(S):
-            h = (h + x[:, t]).tanh()
+            h = (h + (steps[t] if steps else x[:, t])).tanh()
         for t in self.steps():
-            h = (h + x[:, t]).tanh()
-            made.append(self.head(h) if self.how == "steps" else h)
+            h = (h + (steps[t] if steps else x[:, t])).tanh()
+            made.append(self.head(h) if is_by_step else h)
         found = torch.stack(made, 1)
-        return found if self.how == "steps" else self.head(found)
+        return found if is_by_step else self.head(found)
 
     def rows(self, at: Places) -> Ids:
         x = x_at(at)[:, self.steps()]
-        return {"head": list(x.T) if self.how == "steps" else [x]}
+        return {"head": list(x.T) if self.how in ("steps", "unbound") else [x]}
+
+
+@kind("earlier positions in each step", 0)
+@kind("earlier positions and a layer in each step", 1)
+class EarlierPositions(Kind):
+    """Every step meets a position again that its state has taken in: this is no second walk."""
+
+    def __init__(self, has_layer: int) -> None:
+        super().__init__()
+        self.has_layer, self.w, self.head = has_layer, linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, made = x.unbind(1), []
+        h = steps[0]
+        for t in range(1, S):
+            h = self.w(h) if self.has_layer else h
+            h = (h + steps[t] + steps[t - 1] / 3 + (steps[t - 2] / 5 if t > 1 else 0)).tanh()
+            made.append(self.head(h))
+        return torch.stack(made, 1)
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(x_at(at).T[1:])
+        return {"head": steps, "w": steps if self.has_layer else []}
+
+
+@kind("a layer twice in each step, from a parameter", S, True)
+@kind("a layer twice in each of two steps, from zeros", 2, False)
+class TwiceInAStep(Kind):
+    def __init__(self, count: int, is_learned: bool) -> None:
+        super().__init__()
+        self.count, self.w, self.head = count, linear(), linear()
+        self.is_learned, self.start = is_learned, free(H)
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, self.count, H),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.start.expand(B, H) if self.is_learned else torch.zeros(B, H)
+        for t in range(self.count):
+            h = (self.w(self.w(h).tanh()) + x[:, t]).tanh()
+        return self.head(h)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        x = at("x", B, self.count)
+        return {"w": [each for each in x.T for _ in range(2)], "head": [x[:, -1]]}
+
+
+@kind("states in a stack, read by a layer", "stack", True)
+@kind("states in a longer sequence, read by a layer", "cat", True)
+@kind("states in a sequence of zeros, read by a layer", "index_copy", True)
+@kind("states in a sequence of zeros, read before a layer", "index_copy", False)
+@kind("states written into a sequence of zeros", "in place", True)
+@kind("states written into copies of a sequence of zeros", "copy", True)
+class StoredStates(Kind):
+    """States that are put into a sequence, out of which the next step takes them."""
+
+    def __init__(self, how: str, is_before: bool) -> None:
+        super().__init__()
+        self.how, self.is_before = how, is_before
+        self.w, self.u, self.head = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, states, made = self.how, torch.zeros(B, S + 1, H), [torch.zeros(B, H)]
+        states = states[:, :1] if how == "cat" else states
+        for t in range(S):
+            h = (torch.stack(made, 1) if how == "stack" else states)[:, t].clone()
+            x_t = self.u(x[:, t])
+            h = (self.w(h) + x_t if self.is_before else self.w(h + x_t)).tanh()
+            made.append(h)
+            if how == "cat":
+                states = torch.cat([states, h[:, None]], 1)
+            elif how == "index_copy":
+                states = states.index_copy(1, torch.tensor([t + 1]), h[:, None])
+            else:
+                states = states.clone() if how == "copy" else states
+                states[:, t + 1] = h
+        return self.head(torch.stack(made[1:], 1))  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(x_at(at).T)
+        return {"w": steps, "u": steps, "head": [x_at(at)]}
 
 
 @kind("chunks, with a state that is spread before a layer", True)
@@ -447,3 +530,214 @@ class Sequences(Kind):
     def rows(self, at: Places) -> Ids:
         each = [at("short", 3, 1)[:, 0], at("long", 5, 1)[:, 0]]
         return {"layer": [nn.utils.rnn.pad_sequence(each, True, -1)]}
+
+
+@kind("a second walk over two positions taken apart before", 2, "list", False)
+@kind("a second walk backwards over three positions, states in a stack", 3, "stack", True)
+@kind("a second walk, states in a sequence of zeros", S, "index_copy", False)
+@kind("a second walk backwards, states in a sequence of zeros", S, "index_copy", True)
+@kind("a second walk, states added to by cat", S, "cat", False)
+class StoredSecondWalk(Kind):
+    """A second walk from the last state, with a layer of its own and another one on its states."""
+
+    refused = ("v.weight", "v.bias", "head.weight", "head.bias")
+
+    def __init__(self, count: int, how: str, is_back: bool) -> None:
+        super().__init__()
+        self.count, self.how, self.is_back = count, how, is_back
+        self.w, self.v, self.head = linear(), linear(), linear()
+        self.u = linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, self.count, H),)
+
+    def times(self) -> list[int]:
+        return list(range(self.count))[:: -1 if self.is_back else 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, states = x.unbind(1), [torch.zeros(B, H)]
+        stored = torch.zeros(B, 2 * self.count + 1, H)
+        for place, t in enumerate([*range(self.count), *self.times()]):
+            h = states[-1]
+            if self.how == "stack":
+                h = torch.stack(states, 1)[:, -1]
+            elif self.how == "index_copy":
+                h = stored[:, place]
+            elif self.how == "cat":
+                h = torch.cat([each[:, None] for each in states], 1)[:, -1]
+            layer = self.w if place < self.count else self.v
+            states.append((layer(h) + self.u(steps[t])).tanh())
+            stored = stored.index_copy(1, torch.tensor([place + 1]), states[-1][:, None])
+        return self.head(torch.stack(states[1 + self.count :], 1))  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        x = at("x", B, self.count)
+        steps, others = list(x.T), [x[:, t] for t in self.times()]
+        return {"w": steps, "u": [*steps, *others], "v": others, "head": [x[:, self.times()]]}
+
+
+@kind("a layer before and after each step, from zeros", 1, 0)
+@kind("a layer twice before each step and once after it, from zeros", 2, 0)
+@kind("a layer before and after each step, from the first position", 1, 1)
+@kind("a layer twice before each step and once after it, from the first position", 2, 1)
+class AroundSteps(Kind):
+    """One layer that is used before each step and again after it."""
+
+    def __init__(self, count: int, start: int) -> None:
+        super().__init__()
+        self.count, self.start, self.w, self.head = count, start, linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0] if self.start else torch.zeros(B, H)
+        for t in range(self.start, S):
+            for _ in range(self.count):
+                h = self.w(h).tanh()
+            h = self.w(h + x[:, t]).tanh()
+        return self.head(h)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        steps = x_at(at).T[self.start :]
+        return {"w": [e for e in steps for _ in range(self.count + 1)], "head": [steps[-1]]}
+
+
+@kind("a learned first state, with later states added by cat", "learned")
+@kind("queries made of states, the first of zeros", "query")
+@kind("features of state and position side by side, states in a buffer", "buffer")
+@kind("the next position in each step", "next")
+@kind("the mean of a window of earlier rows, in a buffer", "window")
+class OpenSteps(Kind):
+    """Steps that nothing tells: refused, or right."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.w = how, linear(2 * H if how == "buffer" else H, H)
+        self.head, self.start = linear(), free(H)
+        self.refused = ("w.weight", "w.bias", "head.weight", "head.bias", "start")
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, made = self.how, list[Tensor]()
+        states, h = self.start.expand(B, H)[:, None], torch.zeros(B, H)
+        stored = torch.cat([x[:, :1], x.new_zeros(B, S - 1, H)], 1)
+        for t in range(how == "buffer", S - (how == "next")):
+            if how == "learned":
+                h = (self.w(states[:, -1]) + x[:, t]).tanh()
+                states = torch.cat([states, h[:, None]], 1)
+            elif how == "query":
+                scores = (self.w(h)[:, None] * x).sum(-1).softmax(1)
+                h = ((scores[..., None] * x).sum(1) + x[:, t]).tanh()
+            elif how == "buffer":
+                h = self.w(torch.cat([stored[:, t - 1], x[:, t]], -1)).tanh()
+                stored = stored.clone()
+                stored[:, t] = h
+            elif how == "next":
+                h = (self.w(h) + x[:, t] + 0.2 * x[:, t + 1]).tanh()
+            else:
+                stored = torch.cat([stored[:, 1:], self.w(x[:, t])[:, None]], 1)
+                h = stored[:, -2:].mean(1)
+            made.append(h)
+        rows = torch.stack(made, 1)
+        return rows if how == "next" else self.head(rows)
+
+    def rows(self, at: Places) -> Ids:
+        x, how = x_at(at), self.how
+        times = list(range(how == "buffer", S - (how == "next")))
+        found: Ids = {"w": [x[:, t] for t in times], "head": [x[:, times]]}
+        found["head"] = [] if how == "next" else [x[:, times]]
+        return {**found, **({"start": [x[:, 0]]} if how == "learned" else {})}
+
+
+@kind("layers that take turns around each step, two positions", "turns", 2)
+@kind("layers that take turns around each step, from zeros", "turns", 3)
+@kind("a learned first state that the first step reads twice", "twice", 4)
+@kind("queries made of states, over all states before", "past", 3)
+@kind("a mean as first state, beside a position as features", "mean", 2)
+@kind("states in a stack, with a free parameter alone", "stack", 3)
+@kind("a second walk by another cell with gates, over unbound rows", "gates", 4)
+@kind("features of state and position side by side, in another order", "order", 3)
+class RefusedSteps(Kind):
+    """Steps of which nothing tells the position: refused, or right."""
+
+    def __init__(self, how: str, count: int) -> None:
+        super().__init__()
+        self.how, self.count = how, count
+        self.w = linear(2 * H if how in ("mean", "order") else H, H)
+        self.v, self.head, self.scale, self.start = linear(), linear(), free(H), free(H)
+        self.refused = tuple(name for name, _ in self.named_parameters())
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, self.count, H),)
+
+    def times(self) -> list[int]:
+        times = list(range(self.count))
+        if self.how == "gates":
+            return [*times, *times]
+        return {"order": [0, 2], "stack": times[1:], "mean": times[::-1]}.get(self.how, times)
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, made, c = self.how, list[Tensor](), torch.zeros(B, H)
+        first = {"twice": self.start.expand(B, H), "mean": x.mean(1), "stack": x[:, 0]}
+        first["order"] = x[:, 1]
+        h = first.get(how, torch.zeros(B, H))
+        states, rows = [h], x.unbind(1)
+        for place, t in enumerate(self.times()):
+            if how == "turns":
+                layer = self.v if t % 2 else self.w
+                h = layer((layer(h) + x[:, t]).tanh())
+            elif how == "twice":
+                h = h + self.w((h + x[:, t]).tanh())
+            elif how == "past":
+                past = torch.stack(states, 1)
+                scores = torch.einsum("bkh,bh->bk", past, self.w(h)).softmax(1)
+                h = ((scores[..., None] * past).sum(1) + self.v(x[:, t])).tanh()
+            elif how == "stack":
+                h = self.scale * torch.stack(states, 1)[:, -1] + x[:, t]
+            elif how == "gates":
+                layer = self.w if place < self.count else self.v
+                gate = (layer(h) + rows[t]).sigmoid()
+                c = gate * c + (1 - gate) * rows[t]
+                h = (h + rows[t]).sigmoid() * c.tanh()
+            else:
+                h = self.w(torch.cat([h, x[:, t]], -1)).tanh()
+            states.append(h)
+            made.append(self.head(h) if how == "order" else h)
+        last = made[-1] if how != "order" else torch.stack(made, 1)
+        return self.head(last) if how == "gates" else last
+
+    def rows(self, at: Places) -> Ids:
+        x, how, times = at("x", B, self.count), self.how, self.times()
+        steps, none = [x[:, t] for t in times], list[Any]()
+        found: Ids = {"w": none if how == "stack" else steps, "v": none, "head": none}
+        if how == "turns":
+            both = [[x[:, t] for t in times if t % 2 == odd for _ in range(2)] for odd in (0, 1)]
+            found |= {"w": both[0], "v": both[1]}
+        elif how == "gates":
+            count = self.count
+            found |= {"w": steps[:count], "v": steps[count:], "head": steps[-1:]}
+        more: dict[str, Ids] = {
+            "stack": {"scale": steps},
+            "twice": {"start": [x[:, 0]]},
+            "past": {"v": steps},
+            "order": {"head": steps},
+        }
+        return {**found, **more.get(how, {})}
+
+
+@kind("each feature filtered by itself, two positions", 2)
+@kind("each feature filtered by itself, as many positions as features", H)
+class Filtered(Kind):
+    """A convolution of (b * h, 1, s) with a kernel of constants: positions stay where they are."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.w = count, linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, self.count, H),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = torch.tensor([[[0.5, 0.3, 0.2]]])
+        rows = nn.functional.conv1d(x.mT.reshape(-1, 1, self.count), kernel, padding=1)
+        return self.w(rows.view(B, H, self.count).mT)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        return {"w": [at("x", B, self.count)]}

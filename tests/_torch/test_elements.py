@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri._torch.elements import flatten, flatten_arguments, map_tensors
+from torchfmri._torch.elements import flatten, flatten_arguments, local_part, map_tensors
 
 A, B, C = (torch.full((1,), float(value)) for value in range(3))
 Pair = namedtuple("Pair", ["left", "right"])
@@ -138,3 +138,8 @@ def test_map_tensors() -> None:
     assert found["b"].second is None
     assert found["c"] is value["c"]
     assert value["a"][0].tolist() == [1, 1]
+
+
+def test_local_part_of_a_plain_tensor() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not local_part(weight).requires_grad

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from wrong_functions import WIDTH, ZOO, Elementwise, MissingTerm, Weighted, Wron
 from wrong_functions import Linear as RightLinear
 
 from torchfmri import InspectionError, LayerNotFoundError, Verification, cli, verify_gradients
-from torchfmri._verify.directional import PRECISIONS, Scales, measure_slope
+from torchfmri._verify.comparison import GradientComparison, Judgement
+from torchfmri._verify.directional import PRECISIONS, Scales, Slope, measure_slope
+from torchfmri._verify.varied_call import VariedTensor
 from torchfmri.reference import attention, light_attention
 
 
@@ -935,3 +938,27 @@ def test_the_benchmark_finds_its_wrong_layer(monkeypatch: pytest.MonkeyPatch) ->
     result = subject.main(parser.parse_args([f"--{key}={value}" for key, value in sizes.items()]))
     assert result["layers_named"] == ["layers.1.act"]
     assert result["findings_without_mistake"] == []
+
+
+@pytest.mark.parametrize("order", list(permutations([0, 1, 2])))
+@pytest.mark.parametrize("unmeasured", [(math.nan, 0.0), (1.0, math.inf), (math.inf, math.nan)])
+def test_a_direction_that_cannot_be_measured_counts_the_same_in_any_order(
+    order: tuple[int, ...], unmeasured: tuple[float, float]
+) -> None:
+    value, error = unmeasured
+    measured, unknown = Slope(1.0, 1e-6, 0.0), Slope(value, error, 0.0)
+    variable = VariedTensor("x", (0,))
+    for bad, status in (([measured, unknown, measured], "wrong"), ([unknown] * 3, "undecided")):
+        several = [
+            GradientComparison(
+                analytic=3.0,
+                slope=bad[place],
+                scale=1.0,
+                allowed=0.2 + 5 * bad[place].error,
+                size=1.0,
+            )
+            for place in order
+        ]
+        judgement = Judgement(variable, several)
+        assert judgement.status == status
+        assert not math.isnan(judgement.deviation)

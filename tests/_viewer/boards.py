@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
 from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, GrowingTable, Health, Metric, Panel
 
 
@@ -94,3 +95,18 @@ def stream_column(column: int, rows: int) -> NDArray[np.float32]:
     """What column t of a stream is; its size grows, so that codes have to be made anew."""
     random = np.random.default_rng(column)
     return (random.lognormal(0, 0.4, rows) * (1 + column / 400)).astype(np.float32)
+
+
+def long_scan(tokens: int, layers: int) -> Scan:
+    """A scan of many tokens, of random values."""
+    random = np.random.default_rng(0)
+    names = [f"model.layers.{at}.mlp" for at in range(layers)]
+    anatomy = Anatomy.of_widths(names, ["MLP"] * layers, [4] * layers, [4] * layers)
+    values = np.exp(random.standard_normal((tokens, layers), np.float32))
+    some = random.gamma(1.5, 2.0, tokens).astype(np.float32)
+    no = np.zeros(tokens, bool)
+    spelling = tuple(b" word%d" % (at % 5000) for at in range(tokens))
+    tokens_ = Tokens(np.arange(tokens), spelling, some, some, no, no)
+    return Scan(
+        anatomy, [ScannedSequence("long", tokens_, {"activation": values}, {})], {"model": "m"}
+    )

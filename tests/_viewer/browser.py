@@ -15,6 +15,27 @@ FLAGS = (
     "--no-sandbox", "--headless", "--disable-background-networking", "--disable-sync",
     "--disable-component-update", "--no-first-run", "--force-device-scale-factor=1",
 )  # fmt: skip
+SWEEP = """async () => {
+  const app = document.getElementById('viewer').viewer;
+  // Not by animation frames: those that are measured are the page's own.
+  const wait = () => new Promise(r => setTimeout(r, 16));
+  let blank = 0;
+  const heat = app.ui.heat, c = heat.getContext('2d');
+  for (let step = 0; step < 120; step++) {
+    const span = step < 60 ? 400 : 4000;
+    const first = (step % 60) * (100000 - span) / 60;
+    app.set({ first, last: first + span, column: Math.floor(first), follow: false });
+    await wait(); await wait();
+    const row = c.getImageData(0, 3 + 2 * app.scene.rowHeight, heat.width, 1).data;
+    for (let x = 2; x < heat.width - 2; x += 7) {
+      // A cell of the map is never grey; the hatching and the background are.
+      const [r, g, b] = [row[4 * x], row[4 * x + 1], row[4 * x + 2]];
+      if (Math.max(r, g, b) - Math.min(r, g, b) < 12) blank++;
+    }
+  }
+  return { blank, held: app.plane('layers').held };
+}"""
+"""Goes over a scan of 100,000 tokens from end to end, and counts columns that are blank."""
 APP = "document.getElementById('viewer').viewer"
 
 

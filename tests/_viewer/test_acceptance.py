@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from boards import ArrayBoard
-from browser import Page, opened_page
+from boards import ArrayBoard, long_scan
+from browser import SWEEP, Page, opened_page
 from scans import make_anatomy, make_scan, make_sequence
 from test_contrast_page import contrast_of
 
 import torchfmri
-from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
+from torchfmri import Anatomy, Scan
 from torchfmri._contrast import ContrastBoard
 from torchfmri._scan import LiveBoard
 from torchfmri._viewer import DiffBoard, Panel, View
@@ -341,43 +341,6 @@ def test_changing_the_colours_fetches_nothing(page: Page) -> None:
         assert page.js("app.options.transport.fetches") == before
 
 
-def long_scan(tokens: int, layers: int) -> Scan:
-    """A scan of many tokens: random walks, so that neighbours look alike."""
-    random = np.random.default_rng(0)
-    names = [f"model.layers.{at}.mlp" for at in range(layers)]
-    anatomy = Anatomy.of_widths(names, ["MLP"] * layers, [4] * layers, [4] * layers)
-    values = np.exp(random.standard_normal((tokens, layers), np.float32))
-    some = random.gamma(1.5, 2.0, tokens).astype(np.float32)
-    no = np.zeros(tokens, bool)
-    spelling = tuple(b" word%d" % (at % 5000) for at in range(tokens))
-    tokens_ = Tokens(np.arange(tokens), spelling, some, some, no, no)
-    return Scan(
-        anatomy, [ScannedSequence("long", tokens_, {"activation": values}, {})], {"model": "m"}
-    )
-
-
-SWEEP = """async () => {
-  const app = document.getElementById('viewer').viewer;
-  // Not by animation frames: those that are measured are the page's own.
-  const wait = () => new Promise(r => setTimeout(r, 16));
-  let blank = 0;
-  const heat = app.ui.heat, c = heat.getContext('2d');
-  for (let step = 0; step < 120; step++) {
-    const span = step < 60 ? 400 : 4000;
-    const first = (step % 60) * (100000 - span) / 60;
-    app.set({ first, last: first + span, column: Math.floor(first), follow: false });
-    await wait(); await wait();
-    const row = c.getImageData(0, 3 + 2 * app.scene.rowHeight, heat.width, 1).data;
-    for (let x = 2; x < heat.width - 2; x += 7) {
-      // A cell of the map is never grey; the hatching and the background are.
-      const [r, g, b] = [row[4 * x], row[4 * x + 1], row[4 * x + 2]];
-      if (Math.max(r, g, b) - Math.min(r, g, b) < 12) blank++;
-    }
-  }
-  return { blank, held: app.plane('layers').held };
-}"""
-
-
 @pytest.mark.slow
 def test_a_hundred_thousand_tokens_by_three_hundred_layers(page: Page) -> None:
     board = long_scan(100_000, 300)._board()
@@ -487,13 +450,12 @@ def test_copied_python_reproduces_the_view(page: Page, tmp_path: Path) -> None:
         code = page.js("app.python()")
         shown = float(page.page.locator(".value b").get_attribute("title"))
         page.page.goto("about:blank")  # so that it asks nothing of a server that is gone
-    lines = code.replace("torchfmri.view(scan, ", "dict(")
     names: dict[str, Any] = {}
-    exec(lines, names)
+    exec(code.replace("state=", "browser=False, state="), names)
     assert names["names"] == ("model.layers.1.mlp",)
-    assert np.float32(shown) == names["values"][4, 0]
-    assert names["view"]["state"]["metric"] == "gradient"
-    with torchfmri.view(stored, browser=False, state=names["view"]["state"]) as again:
+    assert np.float32(shown) == names["values"][4, 0] == names["view"].crosshair.value
+    assert names["view"].state["metric"] == "gradient"
+    with names["view"] as again:
         page.open(again.url)
         page.until("app.state.layer === 'model.layers.1.mlp'")
 
@@ -611,8 +573,10 @@ def test_no_tokens_one_token_and_rows_without_values(page: Page, tmp_path: Path)
     assert len(np.unique(patch, axis=0)) > 1, "and has lines"
     assert "2 layers with NaN or infinite activations" in page.text(".health")
     page.press("f")
-    assert page.js("app.state.column") == 0
-    assert page.js("app.state.layer") == scan.layers[2]
+    assert page.js("app.state.column") == 5
+    assert page.js("app.state.layer") == scan.layers[3], (
+        "it is inside of the other, so it was first"
+    )
     assert "NaN or infinite" in page.text(".bar")
     assert "not measured" not in page.text(".bar")
 

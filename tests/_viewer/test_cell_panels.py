@@ -64,7 +64,30 @@ def test_a_nan_begins_in_the_layer_that_made_it() -> None:
     board = torchfmri.scan(model, tokenizer, "The capital of France", per=None)._board()
     [found] = [each for each in board.health(0) if each.severity == "alarm"]
     assert (found.layer, found.column) == (layer, 0)
-    assert f"first in model order at {layer}, token 0" in found.text
+    assert f"first at {layer}, token 0" in found.text
+
+
+def test_a_nan_begins_where_it_was_computed_first_not_where_it_was_registered_first() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    mlp = model.model.layers[2].mlp
+    mlp._modules = dict(reversed(mlp._modules.items()))  # act_fn and down_proj come first now
+    layer = "model.layers.2.mlp.gate_proj"
+    with torch.no_grad():
+        mlp.gate_proj.weight[0, 0] = torch.nan
+    scan = torchfmri.scan(model, tokenizer, "The capital of France", per=None)
+    names = list(scan.layers)
+    assert names.index("model.layers.2.mlp.down_proj") < names.index(layer)
+
+    def alarm() -> Any:
+        [found] = [each for each in scan._board().health(0) if each.severity == "alarm"]
+        return found
+
+    assert (alarm().layer, alarm().column) == (layer, 0)
+    assert f"first at {layer}, token 0" in alarm().text
+    del scan.meta["order"]  # as in a scan of an earlier version
+    assert "first in model order at" in alarm().text
+    scan.meta["order"] = [{"not": "a name"}, 3]
+    assert "first in model order at" in alarm().text
 
 
 def test_layers_that_no_gradient_reaches_are_no_nan(named: Any) -> None:
@@ -119,10 +142,40 @@ def test_a_lens_says_rank_and_likeliest_tokens(scanned: Scan, named: Any) -> Non
     for row, name, rank, top in zip(
         found.data["rows"], lens.layers, lens.rank[:, 2], lens.top[:, 2], strict=True
     ):
-        assert row[:2] == [name, int(rank)]
+        assert row[0]["layer"] == name
+        assert row[0]["text"] == name.removeprefix("model.")
+        assert row[1] == int(rank)
         assert row[2].startswith(f"{lens.spell(top[0]).strip()} ")
     without = panels(scanned, "lm_head", 2)["lens"].data["rows"]
     assert any("#" in row[2] for row in without), "numbers, where nobody spells them"
+
+
+@pytest.mark.parametrize("written", [0, 3])
+def test_at_the_last_token_the_lens_says_what_it_would_say(named: Any, written: int) -> None:
+    scan = torchfmri.scan(*named, "The capital of France", written, per=None, lens=True)
+    last = len(scan.only) - 1
+    found = panels(scan, "lm_head", last)["lens"]
+    assert "the text ends here, so there is no rank" in found.title
+    assert found.data["columns"] == ["layer", "would say"]
+    tokens = scan.only.tokens
+    known = dict(zip(tokens.ids.tolist(), tokens.pieces, strict=True))
+    for row, token in zip(found.data["rows"], scan.lens().top[:, last, 0].tolist(), strict=True):
+        assert row[1].startswith(f"{known.get(token, f'#{token}').strip()} ")
+    before = panels(scan, "lm_head", last - 1)["lens"]
+    assert repr(scan.only.tokens.pieces[last].strip()) in before.title
+    assert before.data["columns"] == ["layer", "rank", "would say"]
+
+
+def test_a_token_that_no_lens_read_is_said_to_be_unread(scanned: Scan) -> None:
+    tensors = scanned.only.tensors
+    name = next(each for each in tensors if each.endswith("top_probability"))
+    kept = tensors[name]
+    try:
+        tensors[name] = np.where(np.arange(len(kept))[:, None] == 2, np.nan, kept)
+        assert panels(scanned, "lm_head", 2)["lens"].kind == "text"
+        assert panels(scanned, "lm_head", 3)["lens"].kind == "table"
+    finally:
+        tensors[name] = kept
 
 
 def test_the_page_shows_the_panels_of_the_crosshair(page: Page, scanned: Scan) -> None:

@@ -61,10 +61,11 @@ def test_every_column_of_a_contrast_has_one_cell(planted: Contrast) -> None:
         assert (np.isfinite(values) == ~missing).all()
     np.testing.assert_allclose(sorted(seen), np.sort(planted.g), rtol=1e-6)
     table = board.values(0, "g", "layers")
+    order = planted.ranked(None)
     for index in range(len(planted)):
         row, column = cell_of(board, index)
         own = planted.columns.layer == planted.columns.layer[index]
-        strongest = np.abs(np.where(own, planted.statistic, 0)).argmax()
+        strongest = next(each for each in order if own[each])
         assert table[column, board.layers.index(row)] == np.float32(planted.g[strongest])
     assert board.values(0, "tracks", "tracks").sum() == planted.survives.sum() > 0
 
@@ -102,6 +103,43 @@ def test_each_threshold_outlines_what_scipy_would(graded: Contrast) -> None:
     assert counts[0] > counts[1] > counts[2] > counts[3] == 0, "the thresholds do differ"
 
 
+def test_sentence_map_and_peaks_name_the_same_as_strongest(planted: Contrast) -> None:
+    # Welch's degrees of freedom differ, so the smallest p is not always that of the largest t.
+    own = np.flatnonzero(planted.columns.layer == PLANTED)
+    p, statistic, g = (each.copy() for each in (planted.p, planted.statistic, planted.g))
+    p[own[0]], statistic[own[0]], g[own[0]] = 1e-12, -20.0, -7.5
+    p[own[1]], statistic[own[1]], g[own[1]] = 1e-11, 30.0, 11.0
+    board = ContrastBoard(replace(planted, p=p, statistic=statistic, g=g))
+    peak = board.panels(0)[0].data["rows"][0]
+    row, column = cell_of(board, own[0])
+    assert (peak[2]["layer"], peak[2]["column"], peak[3]) == (row, column, "-7.5")
+    assert board.values(0, "g", "layers")[column, board.layers.index(row)] == np.float32(-7.5)
+    said = board.headline(0)
+    assert f"Strongest evidence: {peak[2]['text']} of block 1, more in b (g -7.5, p " in said
+    (cell,) = board.panels_at(0, row, column)
+    assert cell.title == board.contrast.columns[[own[0]]].names[0]
+
+
+def test_the_table_of_peaks_is_not_cut(page: Page, planted: Contrast) -> None:
+    with torchfmri.view(planted, browser=False) as view:
+        page.open(view.url)
+        table = page.page.locator("[data-panel=peaks] .scroll")
+        table.wait_for()
+        assert table.evaluate("each => each.scrollWidth <= each.clientWidth + 1")
+
+
+def test_without_a_threshold_p_is_called_p(graded: Contrast) -> None:
+    board = ContrastBoard(graded)
+    assert board.panels(3)[0].title == "Peaks: no threshold"
+    for sequence, expected in ((0, "q"), (3, "p")):
+        peaks = board.panels(sequence)[0].data
+        assert peaks["columns"][-1] == expected
+        (place,) = [(each[2]["layer"], each[2]["column"]) for each in peaks["rows"][:1]]
+        (cell,) = board.panels_at(sequence, *place)
+        said = [key for key, _ in cell.data["rows"]]
+        assert ("q" in said) == ("survives" in said) == (sequence == 0)
+
+
 def test_an_own_threshold_comes_first_and_is_not_listed_twice(planted: Contrast) -> None:
     for control, alpha, first in (
         ("fdr", 0.01, "FDR 0.01"), ("fpr", 0.001, "uncorrected 0.001"), (None, 0.05, "none"),
@@ -126,9 +164,9 @@ def test_the_threshold_is_switched_by_a_key_and_a_button(page: Page, graded: Con
         page.settle()
         assert np.abs(page.pixels() - pixels).max() > 60, "the outlines are gone"
         assert page.js("app.state.layer") == layer, "the crosshair stays"
-        page.page.wait_for_selector(".bar:has-text('no threshold')")
+        page.page.wait_for_selector(".legend:has-text('no threshold')")
         page.page.locator("[aria-label='Threshold of the outlines'] button").nth(2).click()
-        page.until("app.data.sequence.overlay.meaning === 'survives Bonferroni at 0.05'")
+        page.until("app.data.sequence.overlay.meaning.endsWith('(Bonferroni 0.05)')")
         page.until("location.hash.includes('sequence=2')")
 
 
@@ -151,9 +189,9 @@ def test_an_answer_that_comes_late_does_not_replace_a_later_choice(
             app.set({ sequence: 2 });
         })()""")
         page.until("app.late")
-        page.until("app.data.sequence.overlay.meaning === 'survives Bonferroni at 0.05'")
+        page.until("app.data.sequence.overlay.meaning.endsWith('(Bonferroni 0.05)')")
         page.settle()
-        assert page.js("app.data.sequence.overlay.meaning") == "survives Bonferroni at 0.05"
+        assert page.js("app.data.sequence.overlay.meaning").endswith("(Bonferroni 0.05)")
 
 
 def test_the_page_outlines_what_survives_and_nothing_else(page: Page, planted: Contrast) -> None:
@@ -178,7 +216,7 @@ def test_the_page_outlines_what_survives_and_nothing_else(page: Page, planted: C
                     assert edge == ((kind, column) in survivors), (kind, column)
         said = page.text(".health") + page.text(".bar")
         assert "12 prompts of 'a' and 12 prompts of 'b'" in said
-        assert "survives FDR at 0.05" in said
+        assert "outlined: differs" in page.text(".legend")
         assert "more in b" in page.text(".bar")
         peak = page.page.locator("[data-panel=peaks] button.link").first
         assert "mlp" in peak.inner_text()
@@ -230,7 +268,7 @@ def test_null_data_outline_nothing(page: Page) -> None:
 def test_one_prompt_each_shows_effects_without_p_values(page: Page) -> None:
     with torchfmri.view(contrast_of(1.0, prompts=1), browser=False) as view:
         page.open(view.url)
-        assert "nothing is tested" in page.text(".bar")
+        assert "nothing is tested" in page.text(".legend")
         assert page.page.locator(".metrics button, [aria-label='What to show'] button").count() == 1
 
 

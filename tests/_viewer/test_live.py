@@ -350,7 +350,7 @@ def test_a_chat_answers_and_keeps_its_scans(
     page.page.goto(view.url)
     page.page.wait_for_selector(".cover h2:text('Ask something')")
     for number, prompt in enumerate(("Once upon", "The capital")):
-        page.page.locator(".prompt input").fill(prompt)
+        page.page.locator(".prompt textarea").fill(prompt)
         page.press("Enter")
         page.until(
             f"app.data.board.sequences === {number + 1} && app.state.sequence === {number}"
@@ -376,7 +376,7 @@ def test_a_chat_says_what_it_works_on_and_what_failed(
     monkeypatch.setattr(answers, "_say", lambda now: (said.add(now), real(now)))
     page.page.goto(view.url)
     page.page.wait_for_selector(".cover h2:text('Ask something')")
-    page.page.locator(".prompt input").fill("Once upon")
+    page.page.locator(".prompt textarea").fill("Once upon")
     page.press("Enter")
     page.until("app.data.sequence?.metrics.length > 1", timeout=240_000)
     assert "Answering" in said
@@ -387,12 +387,42 @@ def test_a_chat_says_what_it_works_on_and_what_failed(
         raise InspectionError("the cat has unplugged the model")
 
     monkeypatch.setattr(answers._scanner, "scan", fail)
-    page.page.locator(".prompt input").fill("What now?")
+    page.page.locator(".prompt textarea").fill("What now?")
     page.press("Enter")
     page.page.wait_for_selector(".doing.problem")
     assert "the cat has unplugged the model" in page.text(".doing")
     assert "'What now?' failed" in page.text(".doing")
     assert page.js("app.data.board.sequences") == 1, "what is there stays"
+
+
+def test_a_chat_goes_on_after_a_prompt_that_its_tokenizer_refuses(
+    page: Page, chat: tuple[Chat, View]
+) -> None:
+    answers, view = chat
+    page.page.goto(view.url)
+    page.page.wait_for_selector(".cover h2:text('Ask something')")
+    answers.ask("Hello \ud83c")  # half of an emoji
+    page.page.wait_for_selector(".doing.problem")
+    assert "'Hello \\ud83c' failed: TypeError: " in page.text(".doing")
+    answers.ask("Once upon")
+    page.until("app.data.sequence?.metrics.length > 1", timeout=240_000)
+    assert page.js("app.data.board.sequences") == 1
+
+
+def test_a_chat_refuses_a_prompt_that_is_longer_than_the_model_takes(
+    chat: tuple[Chat, View],
+) -> None:
+    answers, _ = chat
+    answers.board.tokenizer = torchfmri.load_model("tiny").tokenizer
+    answers.ask("word " * 3000)
+    begun = time.monotonic()
+    while not answers.board.problem and time.monotonic() < begun + 30:
+        time.sleep(0.01)
+    assert "and the model was made for 256 at most. Shorten it." in answers.board.problem
+    answers.ask("Once upon")
+    answers._waiting.put(None)
+    answers._thread.join(240)
+    assert [each.name for each in answers.board.entries()] == ["002 Once upon"]
 
 
 def test_prompts_that_wait_are_counted(scanner: Scanner) -> None:
@@ -455,3 +485,17 @@ def test_watching_a_scan_costs_little(scanner: Scanner) -> None:
     print(found)
     assert found["live_tokens"] == found["plain_tokens"]
     assert found["process_ratio"] < 2, "a fixed cost, beside a scan that takes half a second"
+
+
+def test_an_answer_that_is_over_does_not_end_at_what_was_not_measured(
+    page: Page, chat: tuple[Chat, View]
+) -> None:
+    _, view = chat
+    page.page.goto(view.url)
+    page.page.wait_for_selector(".cover h2:text('Ask something')")
+    page.page.locator(".prompt textarea").fill("Once upon\na time")
+    page.press("Enter")
+    page.until("app.data.sequence?.metrics.length > 1 && !app.data.board.going", timeout=240_000)
+    page.until("app.state.column === app.data.columns - 2")
+    page.until("app.ui.details.dataset.column === String(app.data.columns - 2)")
+    assert page.text(".value b") != "not measured"

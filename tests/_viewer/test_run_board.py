@@ -1,5 +1,6 @@
 """A training run on the board: of this process, and in a folder while it is written."""
 
+import gc
 import math
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 import torchfmri
 from torchfmri import Monitor
-from torchfmri._records import HistoryFolder
+from torchfmri._records import HistoryFolder, step_files
 from torchfmri._scan import board_of
 from torchfmri._viewer import LAYERS, TRACKS, Desk, RunBoard, View, ViewedRun
 from torchfmri.exceptions import FileFormatError, InspectionError
@@ -57,7 +58,7 @@ def test_a_run_in_a_folder_is_the_history(tmp_path: Path) -> None:
     board = board_of(tmp_path / "run")
     assert isinstance(board, RunBoard)
     check(board, monitor)
-    file, _ = sorted((tmp_path / "run").iterdir())
+    file, _ = step_files(tmp_path / "run")
     assert board_of(file).length(0) == 1, "the first step is written at once"
     check(board_of(monitor.history), monitor)
     assert monitor.view is None
@@ -83,17 +84,37 @@ def test_files_that_are_added_are_seen(tmp_path: Path) -> None:
     later = train(4)
     folder = HistoryFolder(tmp_path / "other", seconds=0)
     tell(folder, later)
-    for number, file in enumerate(sorted((tmp_path / "other").iterdir())[1:], 1):
+    for number, file in enumerate(step_files(tmp_path / "other")[1:], 1):
         file.rename(tmp_path / "run" / file.name)
         board.refresh()
         plane, _ = desk.plane(0, "activations", LAYERS)
         assert plane.columns == board.length(0) == number + 1
 
 
-def test_a_run_goes_on_while_files_come(tmp_path: Path) -> None:
-    train(2, folder=tmp_path / "run")
+def test_a_run_has_ended_as_soon_as_its_monitor_says_so(tmp_path: Path) -> None:
+    monitor = train(2, folder=tmp_path / "run", detach=False)
     board = RunBoard(tmp_path / "run")
     assert board.going
+    monitor.detach()
+    assert board.refresh(), "pages are told"
+    assert not board.going
+    folder = HistoryFolder(tmp_path / "other", seconds=0)
+    tell(folder, train(3))
+    del folder
+    gc.collect()
+    assert not RunBoard(tmp_path / "other").going, "a program that simply ends says so, too"
+    last = step_files(tmp_path / "other")[-1]
+    last.rename(tmp_path / "run" / last.name)
+    os.utime(tmp_path / "run" / last.name)
+    assert board.refresh()
+    assert board.going, "it goes on after all: a step is newer than the mark"
+
+
+def test_a_run_goes_on_while_files_come(tmp_path: Path) -> None:
+    monitor = train(2, folder=tmp_path / "run", detach=False)
+    board = RunBoard(tmp_path / "run")
+    assert board.going
+    assert len(monitor.history) == 2, "it is not collected before"
     assert not board.refresh()
     for file in (tmp_path / "run").iterdir():
         os.utime(file, (1e9, 1e9))
@@ -105,7 +126,7 @@ def test_findings_are_the_health_of_a_run(tmp_path: Path) -> None:
     monitor = train(24, rate=1e6, folder=tmp_path / "run")
     found = board_of(tmp_path).health(0)
     assert {each.text.split(":")[0] for each in found} >= {
-        each.problem for each in monitor.findings[:1]
+        each.problem.replace("_", " ").capitalize() for each in monitor.findings[:1]
     }
     assert found[0].severity == "alarm"
 
@@ -152,7 +173,7 @@ def test_training_goes_on_where_a_run_cannot_be_shown(monkeypatch: pytest.Monkey
 
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     train(2, folder=tmp_path / "run")
-    file, _ = (tmp_path / "run").iterdir()
+    file, _ = step_files(tmp_path / "run")
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(FileFormatError, match="steps-"):
         board_of(tmp_path / "run")
@@ -210,11 +231,11 @@ def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
         page.open(view.url)
         assert "1 step" in page.text("header")
         assert page.text("h1").split() == ["torchfmri", "run", "run"], "the run's own name"
-        for file in sorted((tmp_path / "other").iterdir())[1:]:
+        for file in step_files(tmp_path / "other")[1:]:
             file.rename(tmp_path / "run" / file.name)
         page.until("app.data.columns === 9")
-        page.settle()
-        assert page.js("app.plane('layers').header.columns") == 9
+        # The header is asked for anew if columns came that the page had not been told of.
+        page.until("app.plane('layers').header?.columns === 9")
 
 
 def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +324,30 @@ def test_rows_without_the_metric_are_left_out(page: Page, tmp_path: Path) -> Non
         names = [row["name"] for row in page.js("app.rows")]
         assert all(name.endswith(("weight", "bias")) for name in names)
         assert page.js("app.state.layer") in names
+        labels = page.page.locator("[role=treeitem] .name").all_inner_texts()
+        assert labels == names, "whole names: the rows of their layers are not there"
+
+
+def test_parameters_of_a_large_model_can_be_unfolded(page: Page) -> None:
+    """Layers without the metric in view must not hide the parameters that are folded into them."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(3, 3) for _ in range(30))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer)
+    with monitor.step() as step:
+        out = torch.randn(2, 3)
+        for layer in model["layers"]:
+            out = layer(out)
+        step.loss(out.square().mean())
+        out.square().mean().backward()
+        optimizer.step()
+    with torchfmri.view(monitor.history, browser=False) as view:
+        page.open(view.url)
+        assert page.js("app.rows.length") == 30
+        page.press("3")
+        page.until("app.state.metric === 'parameters'")
+        page.settle()
+        names = [row["name"] for row in page.js("app.rows")]
+        assert sorted(names) == sorted(dict(model.named_parameters()))
 
 
 def test_a_run_without_steps_waits(page: Page) -> None:

@@ -72,14 +72,52 @@ def test_where_no_widget_can_be_shown_there_is_a_picture() -> None:
     assert empty.still == ""
 
 
-def test_an_exported_notebook_shows_the_picture(tmp_path: Path) -> None:
+CELL = """
+import sys
+sys.path[:0] = {path!r}
+from scans import make_scan
+widget = make_scan(blocks=4, tokens=30).widget()
+widget
+"""
+
+
+def notebook_of() -> Any:
+    """A notebook with a widget in its only cell."""
+    return nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(CELL.format(path=[each for each in sys.path if each]))],
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stored", [True, False], ids=["with its state", "without it"])
+def test_an_exported_notebook_shows_the_picture_offline(
+    page: Page, tmp_path: Path, is_stored: bool
+) -> None:
     nbconvert = pytest.importorskip("nbconvert")
-    data = make_scan(blocks=1).widget()._repr_mimebundle_()
-    data = data[0] if isinstance(data, tuple) else data
-    cell = nbformat.v4.new_code_cell("scan.widget()")
-    cell.outputs = [nbformat.v4.new_output("execute_result", data=data, execution_count=1)]
-    page, _ = nbconvert.HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
-    assert f"data:image/png;base64,{data['image/png'][:200]}" in page
+    pytest.importorskip("ipykernel")
+    from nbconvert.preprocessors import ExecutePreprocessor
+
+    notebook = notebook_of()
+    ExecutePreprocessor(timeout=120, store_widget_state=is_stored).preprocess(notebook, {})
+    assert ("widgets" in notebook.metadata) == is_stored
+    exporter = nbconvert.HTMLExporter(require_js_url="", mathjax_url="")
+    text, _ = exporter.from_notebook_node(notebook)
+    (tmp_path / "x.html").write_text(text)
+    page.page.route("http*://**/*", lambda route: route.abort())  # there is no network
+    page.page.goto((tmp_path / "x.html").as_uri())
+    picture = page.page.locator("figure img")
+    picture.wait_for(state="visible")
+    assert picture.evaluate("each => each.naturalWidth") > 100
+    assert picture.bounding_box()["width"] > 300
+    assert "30 tokens across, 35 layers down" in page.page.locator("figcaption").inner_text()
+    foreign = [each for each in page.requests if each.startswith("http")]
+    # The manager of widgets is what nbconvert itself asks for, where it finds their state.
+    assert [each for each in foreign if "html-manager" not in each] == []
+    assert bool(foreign) == is_stored
+    page.errors.clear()  # what nbconvert did not get
 
 
 WITHOUT_KERNEL = """
@@ -110,26 +148,11 @@ def test_a_widget_without_a_kernel_shows_the_picture(page: Page) -> None:
     ) > 100  # fmt: skip
 
 
-CELL = """
-import sys
-sys.path[:0] = {path!r}
-from scans import make_scan
-widget = make_scan(blocks=4, tokens=30).widget()
-widget
-"""
-
-
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
     """The address of a notebook in JupyterLab."""
     pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(CELL.format(path=[each for each in sys.path if each]))],
-        metadata={
-            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
-        },
-    )
-    nbformat.write(notebook, tmp_path / "x.ipynb")
+    nbformat.write(notebook_of(), tmp_path / "x.ipynb")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -166,6 +189,8 @@ def test_the_widget_renders_and_answers_in_jupyterlab(page: Page, lab: str) -> N
     page.press("Shift+Enter")
     page.page.wait_for_selector(".heat[data-state=drawn]", timeout=90_000)
     assert "30 tokens" in page.text(".viewer header")
+    assert page.page.locator("figure img").count() == 1
+    page.page.locator("figure img").wait_for(state="hidden")  # the widget works
     heat = page.page.locator(".heat")
     colours = heat.evaluate(
         """c => new Set(Array.from({length: 300}, (_, i) =>

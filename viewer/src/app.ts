@@ -1,4 +1,6 @@
-// The viewer: holds the state and the data; what follows from them is drawn by the screen.
+// The viewer itself: one App per page or notebook cell, made by `main`. It holds the state and the data.
+// Everything that is shown follows from these two: a control only calls `set`, and `screen` draws what has changed.
+// Nobody else may keep a copy of the state, or the page, its address and `view.state` in Python would differ.
 
 import { Connection } from "./connection";
 import { Data } from "./data";
@@ -112,11 +114,13 @@ export class App {
       change.depth = this.tree.startDepth();
     const metrics = this.data.sequence.metrics.filter((each) => each.shown).map((each) => each.name);
     if (!metrics.includes(this.state.metric)) change.metric = metrics[0] ?? "";
-    if (!board.layers.includes(this.state.layer.split("[")[0])) {
+    // A model may itself be a layer, whose name is empty: the same as none was chosen.
+    if ((!this.settled && !this.state.layer) || !board.layers.includes(this.state.layer.split("[")[0])) {
       // Begin where something is wrong, if anything is.
-      const alarm = board.going ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && board.layers.includes(each.layer ?? ""));
+      const alarm = board.going ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && (each.layer === null || board.layers.includes(each.layer)));
       change.layer = alarm?.layer ?? board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
       if (alarm) change.column = alarm.column ?? this.state.column;
+      else if (!this.settled && board.live && !board.going && this.state.follow && !this.state.column) Object.assign(change, this.connection.followed());
       else if (!this.settled) void this.startColumn();
     }
     this.settled ||= board.layers.length > 0;
@@ -137,7 +141,7 @@ export class App {
     if (board.prompts) {
       const idea = (text: string) => h("button", { onclick: () => ask(this, text) }, text);
       this.cover("Ask something", "Every layer lights up while the model answers. Type a prompt above, or try one of these.", h("div", { class: "ideas" }, ...IDEAS.map(idea)));
-      return this.ui.prompt.querySelector("input")!.focus();
+      return this.ui.prompt.querySelector("textarea")!.focus();
     }
     if (board.kind === "run") return this.cover("Waiting for the first step", "There is no step of a run so far. It appears here as soon as it is written.");
     if (board.problems?.length) return this.cover("This scan cannot be read", board.problems.join(" "));
@@ -198,8 +202,9 @@ export class App {
   }
 
   showMetric(index: number): void {
-    const metric = this.data.sequence.metrics.filter((each) => each.shown)[index];
-    if (metric) this.set({ metric: metric.name });
+    const shown = this.data.sequence.metrics.filter((each) => each.shown);
+    if (shown[index]) this.set({ metric: shown[index].name });
+    else this.tell(`Nothing has the number ${index + 1}: only ${shown.map((each) => each.title).join(", ")} can be shown here.`);
   }
 
   nextFinding(): void {

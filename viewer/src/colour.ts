@@ -1,4 +1,6 @@
-// Colours: maps that colour-blind people can read, and how a value becomes a place on one.
+// Colours: maps that colour-blind people can read, and how a value becomes a place on one. Used by everything that
+// draws: the map, the text, the bar, exports. `decode` and the codes 0 and 1 are the inverse of `tiles.py`: change
+// both together. `still.py` colours the still picture of a notebook by the same scales.
 
 /** 33 colours each, between which colours are mixed: viridis, cividis, batlow; vik, PuOr. */
 const STOPS: Record<string, string> = {
@@ -53,6 +55,7 @@ export interface Header {
   scale: number[];
   limit: number[];
   tops: number[];
+  lows: number[]; // where the colours of each row begin, of metrics whose colours follow the value
   nonfinite: number[]; // of each row, how many values are NaN or infinite
   missing: number[]; // and how many were not measured
   low: number;
@@ -84,7 +87,7 @@ export function scaleOf(header: Header, norm: string, row: number): Scale {
   if (norm === "row") {
     const high = header.tops[row] || 1;
     if (signed) return { low: -high, high, logarithmic: false, signed };
-    const low = header.logarithmic ? high / 100 : 0;
+    const low = header.logarithmic ? high / 100 : Math.min(header.lows[row], high);
     return { low, high, logarithmic: header.logarithmic, signed };
   }
   const high = header.high;

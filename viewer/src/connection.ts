@@ -1,8 +1,10 @@
-// The live line of a page: what it watches, and what it hears.
+// The live line of a page: what it watches, and what it hears. Only pages with a server have one.
+// A column is never lost: the page says from where it needs columns (`from`), and what comes while a header is on
+// its way waits in its plane. Whoever has paused is never moved; whoever follows stays at the end.
 
 import type { App } from "./app";
 import { NOT_MEASURED } from "./colour";
-import { count } from "./dom";
+import { count, h } from "./dom";
 import { State, clean } from "./state";
 import { Line } from "./transport";
 
@@ -15,6 +17,8 @@ export class Connection {
   private watched = "";
   private arrivals: number[] = [];
   private slower = 0;
+  private ticking = 0; // the clock beside what is worked on
+  private streamed = false; // whether this page saw columns being added
 
   constructor(private readonly app: App) {}
 
@@ -79,20 +83,37 @@ export class Connection {
     }).catch(() => undefined);
     this.watched = "";
     app.opened();
+    this.stayAtTheEnd();
   }
 
   private takeDoing(message: { going: boolean; now: string; problem: string }): void {
     const { app } = this;
     if (app.data.board) app.data.board.going = message.going;
+    this.streamed ||= message.going;
+    this.stayAtTheEnd();
     const { doing } = app.ui;
     doing.hidden = !message.now && !message.problem;
     doing.className = message.problem ? "doing problem" : "doing";
-    doing.textContent = [message.problem, message.now].filter(Boolean).join(" · ");
+    const text = [message.problem, message.now].filter(Boolean).join(" · ");
+    if (doing.firstChild?.nodeValue !== text) {
+      // Gradients of a long answer take minutes without any news: the clock says that it goes on.
+      const [clock, since] = [h("span", { "aria-hidden": "true" }), performance.now()];
+      doing.replaceChildren(text, clock);
+      clearInterval(this.ticking);
+      if (message.now) this.ticking = window.setInterval(() => (clock.textContent = `, for ${Math.round((performance.now() - since) / 1000)} s`), 1000);
+    }
     app.draw();
+  }
+
+  /** Whoever followed a stream stays at its end when it is over; a page that is opened later begins where something is wrong. */
+  private stayAtTheEnd(): void {
+    const { app } = this;
+    if (this.streamed && app.ready && app.state.follow && app.data.board.live && !app.data.board.going && app.data.columns) app.set(this.followed());
   }
 
   private takeColumns(message: any): void {
     const { app } = this;
+    this.streamed = true;
     app.data.put(message.first, message);
     app.data.columns = Math.max(app.data.columns, message.length);
     const now = performance.now();
@@ -113,7 +134,8 @@ export class Connection {
     const { columns } = app.data;
     const row = app.rows[app.rowIndex];
     // The last token of an answer is written and never run.
-    const written = row && columns > 1 && app.plane(row.plane)?.code(row.index, columns - 1) === NOT_MEASURED;
+    const ended = app.data.board.axis === "token" && !app.data.board.going;
+    const written = columns > 1 && (ended || (row && app.plane(row.plane)?.code(row.index, columns - 1) === NOT_MEASURED));
     const column = Math.max(0, columns - (written ? 2 : 1));
     const fit = Math.floor(app.scene.width / NARROWEST);
     return columns <= fit ? { column, first: 0, last: 0 } : { column, first: columns - fit, last: columns };

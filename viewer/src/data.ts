@@ -1,4 +1,6 @@
-// What the page knows of the board: asked once, kept, and brought up to date by live news.
+// What the page knows of the board: asked once, kept, and brought up to date by live news. Used by every part that
+// draws. Answers may come in another order than questions, so each is compared with what is wanted by then.
+// What is kept is bounded (`PLANES`, `ROWS`), so that a page of a long scan does not grow.
 
 import { Piece } from "./heatmap";
 import { Plane } from "./planes";
@@ -16,6 +18,7 @@ export interface Metric {
   unit: string;
   signed: boolean;
   shown: boolean; // has a button
+  top: number; // of a curve: where its bars end; 0: at its largest value
   beside: string; // of a curve: the one over whose bars it is drawn as a line
 }
 export interface Overlay {
@@ -37,7 +40,7 @@ export interface Board {
   model: string;
   notes: string[];
   problems?: string[]; // what could not be read
-  python: string;
+  python: string | string[];
   ends?: [string, string]; // what values below and above 0 mean, where things are compared
   pair?: [string, string]; // what the curves that are lines are of, and those that are bars
   choices?: string[]; // what its sequences are, where they are the same thing judged in several ways
@@ -63,6 +66,7 @@ export interface Sequence {
   metrics: Metric[];
   tracks: Metric[];
   health: Health[];
+  headline: string; // what came out, in a sentence
   panels: Panel[];
   voxels?: boolean;
 }

@@ -1,9 +1,11 @@
-// The details at the crosshair: the exact value, the row that it is in, and the panels about it.
+// The details at the crosshair (or below the mouse): the exact value, the row that it is in, and panels about it.
+// Numbers here are the stored float32 values, never those of tiles, which are rounded to a byte. The panel is filled
+// by several answers; each is dropped if the crosshair has moved on. Drawn by `screen`.
 
 import type { App } from "./app";
 import { NOT_MEASURED, scaleOf } from "./colour";
-import { count, exact, h, refill, say, short, visible } from "./dom";
-import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
+import { breakable, count, exact, h, refill, say, short, visible } from "./dom";
+import { RowFacts, bars, factsOf, histogram, standing } from "./facts";
 import { Panel, drawPanel } from "./panels";
 import { Row } from "./rows";
 
@@ -70,7 +72,8 @@ function markBeyond(app: App, row: Row): void {
   mark.textContent = Number.isFinite(size) && size > bar ? ` Beyond the colour bar, which ends at ${say(bar)}.` : "";
 }
 
-const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));
+/** A name with its number; what is too long for half of the width gets a line of its own. */
+const fact = (name: string, text: string) => h("div", { class: name.length + text.length > 17 ? "long" : "" }, h("dt", {}, name), h("dd", {}, text));
 
 /** The curves at a column. */
 function curveFacts({ data }: App, column: number, values: Float32Array[]): HTMLElement[] {
@@ -97,9 +100,6 @@ function heading(app: App, row: Row, column: number): HTMLElement[] {
     ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}`))
     : h("div", { class: "token" }, h("b", {}, named(word, text)))];
 }
-
-/** A dotted name that may be broken where its parts begin. */
-const breakable = (name: string) => name.split(/(?=[.[])/).flatMap((each) => [h("wbr", {}), each]);
 
 /** A column that is no token, by its number or by what it is. */
 const named = (word: string, text: string) => (/^\d/.test(text) ? `${word} ${short(text.trim(), 40)}` : short(text, 40));
@@ -137,8 +137,12 @@ function sentence(value: number, facts: RowFacts, word: string, missing: boolean
   if (missing) return "Nothing was measured here.";
   if (!Number.isFinite(value)) return "The value is NaN or infinite.";
   const z = (value - facts.mean) / facts.std;
+  if (facts.count === 1) return "The only value in this row.";
+  if (facts.min === facts.max) return `All ${count(facts.count, "value")} in this row are the same.`;
   if (!Number.isFinite(z) || facts.count < 3) return `One of ${count(facts.count, "value")} in this row.`;
-  const share = percentile(facts.sorted, value);
-  const words = share >= 99.99 ? "the highest" : share > 50 ? `higher than ${Math.floor(share)} %` : `lower than ${Math.floor(100 - share)} %`;
-  return `${words} of the ${word}s in this row (z ${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}).`;
+  const { below, equal, above } = standing(facts.sorted, value);
+  const percent = (some: number) => `${Math.floor((100 * some) / facts.count)} %`;
+  const place = !above ? "the highest" : !below ? "the lowest" : below >= above ? `higher than ${percent(below)}` : `lower than ${percent(above)}`;
+  const ties = equal > 1 ? `, as high as ${count(equal - 1, "other")}` : "";
+  return `${place} of the ${word}s in this row${ties} (z ${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}).`;
 }

@@ -1,7 +1,8 @@
-// Keys, help, the picker of sequences, the menu and the table.
+// Keys, help, the picker of sequences, the menu and the table. `events` looks up keys in `KEYS`, and the help lists the
+// same table: an action that is not in it cannot be done by keyboard and is not explained.
 
 import type { App } from "./app";
-import { Board } from "./data";
+import { Board, CHUNK } from "./data";
 import { count, exact, h, say, short, visible } from "./dom";
 import { closePopup, openPopup } from "./popup";
 import { finding, findings, nextChoice, nextMap } from "./toolbar";
@@ -61,7 +62,7 @@ export function openHelp(app: App): void {
     h("div", { class: "help" },
       h("h2", {}, "What you see"),
       h("p", {}, `${whatYouSee(board)} Hatched cells are NaN or infinite, plain grey ones were not measured. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
-      h("dl", {}, ...app.data.sequence.metrics.flatMap((each) => [h("dt", {}, each.title), h("dd", {}, `${each.meaning} (${each.unit})`)])),
+      h("dl", {}, ...app.data.sequence.metrics.filter((each) => each.shown).flatMap((each) => [h("dt", {}, each.title), h("dd", {}, `${each.meaning} (${each.unit})`)])),
       h("h2", {}, "Keys"),
       h("dl", { class: "keys" }, ...KEYS.flatMap((each) => [h("dt", {}, h("kbd", {}, each.name)), h("dd", {}, each.does)]))),
     "Help");
@@ -93,6 +94,8 @@ export function openFindings(app: App): void {
 }
 
 export function openPicker(app: App): void {
+  const kind = app.data.board.kind === "run" ? "run" : "sequence";
+  const title = kind === "run" ? "Runs" : "Sequences";
   const list = h("ul", { class: "picker" });
   const said = h("p", { class: "soft" });
   let latest = 0;
@@ -100,37 +103,54 @@ export function openPicker(app: App): void {
     const number = ++latest;
     const answer = await app.data.transport.ask("sequences", { search: text });
     if (number !== latest) return;
-    said.textContent = `${count(answer.total, "sequence")}${answer.total > answer.found.length ? `, the first ${answer.found.length} are listed` : ""}`;
+    said.textContent = `${count(answer.total, kind)}${answer.total > answer.found.length ? `, the first ${answer.found.length} are listed` : ""}`;
     list.replaceChildren(...answer.found.map((each: any) =>
       h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { closePopup(app); app.set({ sequence: each.index, follow: false }); } },
         h("b", { dir: "auto" }, short(visible(each.text || each.name), 70)), each.condition && h("span", { class: "tag" }, short(each.condition, 30)), h("span", { class: "soft" }, count(each.columns, app.data.board.axis))))));
   };
-  const input = h("input", { type: "search", placeholder: "Search texts, names and conditions", "aria-label": "Search sequences" });
+  const input = h("input", { type: "search", placeholder: "Search texts, names and conditions", "aria-label": `Search ${kind}s` });
   input.addEventListener("input", () => void search(input.value));
   input.addEventListener("keydown", (event) => {
     if (event.key === "Enter") list.querySelector("button")?.click();
   });
-  openPopup(app, h("div", {}, h("h2", {}, "Sequences"), input, said, list), "Sequences");
+  openPopup(app, h("div", {}, h("h2", {}, title), input, said, list), title);
   void search("");
 }
 
 const [MOST_ROWS, MOST_COLUMNS] = [200, 40];
 
-/** Rows and columns in view as a table, for whoever reads better than they see. */
+/** Rows in view as a table, for whoever reads better than they see: its columns begin at the crosshair, and buttons lead on. */
 export function openTable(app: App): void {
-  const { scene } = app;
-  const first = Math.max(0, Math.floor(scene.first));
-  const last = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell), first + MOST_COLUMNS);
+  const { scene, state } = app;
+  const [seen, end] = [Math.max(0, Math.floor(scene.first)), Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell))];
   const rows = app.rows.slice(Math.floor(scene.top), Math.floor(scene.top) + MOST_ROWS);
-  const body = h("tbody", {});
-  const columns = Array.from({ length: Math.max(0, last - first) }, (_, i) => first + i);
-  const head = h("tr", {}, h("th", { scope: "col" }, "layer"), ...columns.map((t) => h("th", { scope: "col" }, `${t} ${short(visible(app.data.piece(t)?.text ?? ""), 12)}`)));
+  const fits = end - seen <= MOST_COLUMNS && state.column >= seen && state.column < end;
+  let first = fits ? seen : Math.max(0, Math.min(state.column - MOST_COLUMNS / 2, scene.columns - MOST_COLUMNS));
+  const [head, body, said] = [h("tr", {}), h("tbody", {}), h("span", { role: "status" })];
+  const turn = (by: number) => {
+    first = Math.max(0, Math.min(first + by, scene.columns - MOST_COLUMNS));
+    void show();
+  };
+  const before = h("button", { onclick: () => turn(-MOST_COLUMNS) }, `← ${MOST_COLUMNS} before`);
+  const after = h("button", { onclick: () => turn(MOST_COLUMNS) }, `${MOST_COLUMNS} after →`);
+  const show = async () => {
+    const last = Math.min(scene.columns, first + MOST_COLUMNS, fits && first === seen ? end : Infinity);
+    const asked = first;
+    [before.disabled, after.disabled] = [first <= 0, last >= scene.columns];
+    said.textContent = `${app.metric?.unit ?? ""}; columns ${first} to ${last - 1} of ${scene.columns.toLocaleString("en")}, ${count(rows.length, "row")} in view `;
+    const columns = Array.from({ length: Math.max(0, last - first) }, (_, i) => first + i);
+    await Promise.all([first, last - 1].map((t) => app.data.loadChunk(Math.floor(Math.max(0, t) / CHUNK))));
+    const values = await app.exported().values(first, last);
+    if (asked !== first) return; // another part was asked for meanwhile
+    head.replaceChildren(h("th", { scope: "col" }, "layer"), ...columns.map((t) =>
+      h("th", { scope: "col", "aria-current": t === state.column ? "true" : undefined }, `${t} ${short(visible(app.data.piece(t)?.text ?? ""), 12)}`)));
+    body.replaceChildren(...rows.map((row) =>
+      h("tr", {}, h("th", { scope: "row" }, row.name || "model"), ...Array.from(values.get(row.name) ?? [], (x) => h("td", { title: exact(x) }, say(x))))));
+  };
   openPopup(app,
     h("div", { class: "table" }, h("h2", {}, app.metric?.title ?? ""),
-      h("p", { class: "soft" }, `${app.metric?.unit ?? ""}; columns ${first} to ${last - 1} and ${count(rows.length, "row")} in view`),
+      h("p", { class: "soft" }, said, before, " ", after),
       h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Values" }, h("table", {}, h("thead", {}, head), body))),
     "Table");
-  void app.exported().values(first, last).then((values) =>
-    body.replaceChildren(...rows.map((row) =>
-      h("tr", {}, h("th", { scope: "row" }, row.name || "model"), ...Array.from(values.get(row.name) ?? [], (x) => h("td", { title: exact(x) }, say(x)))))));
+  void show();
 }

@@ -1,4 +1,5 @@
-// Elements without a framework. Texts are always set as text: nothing that was scanned is markup.
+// Elements without a framework, and how numbers and texts are written. Used everywhere.
+// Texts are always set as text, never as markup: tokens, names and notes come from elsewhere and may contain anything.
 
 type Child = Node | string | null | undefined | false;
 type Options = Record<string, unknown>;
@@ -69,6 +70,9 @@ export function visible(piece: string, blanks = true): string {
   if (blanks && !text.trim()) text = "␣".repeat(Math.min(text.length, 4));
   return text;
 }
+
+/** A dotted name that may be broken where its parts begin. */
+export const breakable = (name: string) => name.split(/(?=[.[])/).flatMap((each) => [h("wbr", {}), each]);
 
 export const short = (text: string, most: number) => {
   const all = Array.from(text);

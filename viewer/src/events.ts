@@ -1,4 +1,5 @@
-// Mouse, wheel and keys become changes of the state.
+// Mouse, wheel and keys become changes of the state. Called once by `App`; nothing is drawn here.
+// Keys that are typed into a field, or belong to the browser (Ctrl, Meta), are left alone.
 
 import type { App } from "./app";
 import { KEYS, openFindings, openHelp, openMenu, openPicker, openTable } from "./dialogs";
@@ -87,10 +88,20 @@ function onControls(app: App): void {
 }
 
 function onPrompt(app: App): void {
-  const input = app.ui.prompt.querySelector("input")!;
+  const input = app.ui.prompt.querySelector("textarea")!;
+  const fit = () => {
+    input.style.height = "auto";
+    input.style.height = `${input.scrollHeight + 2}px`; // and its border
+  };
+  input.addEventListener("input", fit);
+  input.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    app.ui.prompt.requestSubmit();
+  });
   app.ui.prompt.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (input.value.trim()) ask(app, input.value, () => (input.value = ""));
+    if (input.value.trim()) ask(app, input.value, () => { input.value = ""; fit(); });
   });
 }
 
@@ -111,7 +122,7 @@ export function ask(app: App, prompt: string, taken: () => void = () => undefine
 
 function onKey(app: App, event: KeyboardEvent): void {
   const target = event.composedPath()[0] as HTMLElement;
-  const typing = target instanceof HTMLInputElement || target instanceof HTMLSelectElement;
+  const typing = target instanceof HTMLInputElement || target instanceof HTMLTextAreaElement || target instanceof HTMLSelectElement;
   if (event.key === "Escape") closePopup(app);
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !app.ready || !app.ui.popup.hidden) return;
   const presses = ["Enter", " "].includes(event.key);

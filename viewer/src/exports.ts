@@ -1,4 +1,5 @@
-// Exports: what is in view as PNG, SVG and CSV.
+// Exports: what is in view as PNG, SVG and CSV, called by `App.save`. Numbers in SVG and CSV are asked for as float32
+// and written so that they give the same float32 again; only PNG is made of tiles. Texts are escaped for each format.
 
 import type { App } from "./app";
 import { SIGNED_MAPS, cssColour, scaleOf, shareOf } from "./colour";

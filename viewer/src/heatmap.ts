@@ -1,4 +1,6 @@
-// The heat map with its axis, the tracks above it and the overview below: canvases over one x axis.
+// The heat map with its axis, the tracks above it and the overview below: canvases over one x axis. Called by `screen`
+// at every frame and by `exports`, so nothing here may ask for anything or read the layout of the page. Where a
+// tile is still missing, a coarser one stands in: a column is never blank.
 
 import { Header, NOT_MEASURED, decode } from "./colour";
 import { Metric } from "./data";
@@ -195,11 +197,15 @@ export function drawMarks(
     const at = place(row, column);
     c.save();
     c.globalAlpha = 0.85;
-    c.strokeStyle = inks.ink;
     c.setLineDash([3, 3]);
     c.lineWidth = 1;
-    c.strokeRect(at.x, -2, at.w, scene.height + 4);
-    c.strokeRect(-2, at.y, right + 2, at.h);
+    // Dashes in both colours by turns: one of them can be seen on any cell.
+    [inks.back, inks.ink].forEach((colour, turn) => {
+      c.strokeStyle = colour;
+      c.lineDashOffset = 3 * turn;
+      c.strokeRect(at.x, -2, at.w, scene.height + 4);
+      c.strokeRect(-2, at.y, right + 2, at.h);
+    });
     c.restore();
     box(at.x, at.y, at.w, at.h, true);
   }
@@ -266,10 +272,10 @@ export function drawTracks(
   const wide = scene.cell * 2 ** level;
   const from = Math.max(0, Math.floor(scene.first / 2 ** level));
   const to = Math.ceil(Math.min(scene.columns, scene.first + scene.width / scene.cell) / 2 ** level);
-  const walk = (row: number, top: number, see: (tall: number, x: number, at: number) => void) => {
+  const walk = (row: number, top: number, see: (tall: number, x: number, at: number, beyond: boolean) => void) => {
     const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
     plane.walk(row, level, from, to, (code, at) => {
-      if (code > NOT_MEASURED) see(Math.min(1, values[code]) * (band - 10), (at * 2 ** level - scene.first) * scene.cell, at);
+      if (code > NOT_MEASURED) see(Math.min(1, values[code]) * (band - 10), (at * 2 ** level - scene.first) * scene.cell, at, values[code] > BEYOND);
     });
   };
   tracks.filter((each) => !each.beside).forEach((track, place) => {
@@ -278,10 +284,11 @@ export function drawTracks(
     c.fillStyle = inks.line;
     c.fillRect(0, bottom, scene.width, 1);
     c.fillStyle = inks.soft;
-    walk(tracks.indexOf(track), top, (tall, x, at) => {
+    walk(tracks.indexOf(track), top, (tall, x, at, beyond) => {
       const now = at === column >> level;
       if (now) c.fillStyle = inks.mark;
       c.fillRect(x, bottom - Math.max(1, tall), Math.max(1, wide - (wide > 4 ? 1 : 0)), Math.max(1, tall));
+      if (beyond) c.fillRect(x, bottom - tall - 3, Math.max(1, wide - (wide > 4 ? 1 : 0)), 1.5);
       if (now) c.fillStyle = inks.soft;
     });
     c.fillStyle = inks.other;
@@ -289,9 +296,11 @@ export function drawTracks(
   });
 }
 
-/** The largest value of a curve and of those beside it. */
+const BEYOND = 1.02; // bytes are rounded: a value at the top must not count as one beyond it
+
+/** Where the bars of a curve end: the largest value of it and of those beside it, or what the board says. */
 export function topOf(header: Header, tracks: Metric[], track: Metric): number {
-  return Math.max(...tracks.map((each, row) => (each === track || each.beside === track.name ? header.tops[row] || 0 : 0)));
+  return Math.max(...tracks.map((each, row) => (each === track || each.beside === track.name ? each.top || header.tops[row] || 0 : 0)));
 }
 
 /** The whole sequence, small, with the part in view framed. */
@@ -302,6 +311,8 @@ export function drawOverview(
   if (!header || !scene.columns) return;
   const list = overviewRows(header);
   const cell = Math.min(WIDEST, scene.width / scene.columns); // as wide as in the map where all is in view
+  c.fillStyle = hatch(c, inks, ratio);
+  c.fillRect(0, 0, Math.min(scene.columns * cell, scene.width) * ratio, height * ratio);
   c.imageSmoothingEnabled = cell < 2;
   plane.draw(c, list, 0, list.length, look, false, {
     first: 0, width: cell * ratio, y: 0, height: height * ratio, right: scene.width * ratio,

@@ -1,4 +1,5 @@
-// The skeleton of the page: elements that stay, by name.
+// The skeleton of the page: elements that stay, by name. Made once by `App`; the other files fill them.
+// Every element that can be used has a label, and regions have names: axe-core is run on the result.
 
 import { h } from "./dom";
 
@@ -36,13 +37,18 @@ export function layout() {
     details: h("aside", { class: "details", "aria-label": "Details at the crosshair", tabindex: 0 }),
     bar: h("div", { class: "bar" }),
     status: h("div", { class: "status", role: "status", "aria-live": "polite" }),
-    prompt: h("form", { class: "prompt", hidden: true }, h("input", { "aria-label": "Prompt", placeholder: "Type a prompt and watch the model answer…", maxlength: 8000, autocomplete: "off" }), h("button", { class: "primary" }, "Ask")),
+    prompt: h("form", { class: "prompt", hidden: true }, h("textarea", { "aria-label": "Prompt", placeholder: "Type a prompt and watch the model answer…", rows: 1, autocomplete: "off", title: "Enter asks, Shift+Enter begins a line" }), h("button", { class: "primary" }, "Ask")),
     cover: h("div", { class: "cover" }),
     popup: h("div", { class: "popup", hidden: true }),
     hint: h("div", { class: "hint", hidden: true }),
+    thumb: h("i", { class: "thumb", hidden: true }),
+    shownRows: h("span", {}),
+    headline: h("p", { class: "headline" }),
+    legend: h("p", { class: "legend" }),
   };
   const health = h("div", { class: "health", role: "region", "aria-label": "Health", hidden: true }, parts.allFindings, parts.findings);
-  const map = h("div", { class: "map" }, parts.heat, parts.hint);
+  const answer = h("div", { class: "answer", role: "region", "aria-label": "The answer", hidden: true }, parts.headline, parts.legend);
+  const map = h("div", { class: "map" }, parts.heat, parts.hint, parts.thumb);
   const stage = h("div", { class: "stage" },
     parts.tree, map, parts.details,
     parts.axisTitle, parts.axis,
@@ -56,12 +62,12 @@ export function layout() {
       parts.search, parts.tableButton, parts.exportButton, parts.theme, parts.help),
     parts.banner,
     parts.prompt, parts.doing,
-    h("div", { class: "work" }, health,
+    h("div", { class: "work" }, answer, health,
     h("div", { class: "toolbar" }, parts.metrics, parts.meaning, h("span", { class: "space" }),
       parts.choiceLabel, parts.choices, parts.depthLabel, parts.depths, h("span", { class: "label" }, "colours"), parts.norms),
     parts.strip, stage,
     h("footer", {}, parts.bar, parts.status), parts.cover),
     parts.popup);
-  return { ...parts, health, stage, map, body };
+  return { ...parts, answer, health, stage, map, body };
 }
 export type Layout = ReturnType<typeof layout>;

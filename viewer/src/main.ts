@@ -1,4 +1,5 @@
-// The ways in: a page with a server, a page in one file, and a notebook's widget (anywidget's shape).
+// The ways in: a page with a server (`serve`), a page in one file (`open`), and a notebook's widget (`render`, in
+// anywidget's shape). The same bundle does all three, so these names are called from `page.py` and by anywidget.
 
 import { App } from "./app";
 import { registerPanel } from "./panels";
@@ -25,9 +26,16 @@ const SILENCE = 4000; // milliseconds after which a kernel is taken to be gone
 function render({ model, el }: { model: KernelModel; el: HTMLElement }): void {
   const transport = new KernelTransport(model);
   const state = clean(model.get("state") ?? {});
-  // A notebook that was exported has nobody to answer: then the picture stands in.
+  // A notebook that was exported has nobody to answer: then the picture stands in. It may be in the notebook already.
+  const name: string = model.get("still_class") ?? "";
+  transport.answers = () => {
+    const rule = document.createElement("style");
+    rule.textContent = name && `.${name} { display: none; }`;
+    document.head.append(rule);
+  };
   window.setTimeout(() => {
     if (transport.answered || !model.get("still")) return;
+    if (name && document.querySelector(`.${name}`)) return void (el.style.display = "none");
     const picture = document.createElement("img");
     picture.src = `data:image/png;base64,${model.get("still")}`;
     picture.alt = "The heat map of the scan: columns are tokens, rows are layers";

@@ -1,7 +1,8 @@
-// Panels: what other results bring along. A kind of panel is a function in this table.
+// Panels: what other results bring along, such as peaks, attention and lenses. A kind of panel is a function in this
+// table; `Panel` in `board.py` says what its data are. Used by `details`. Texts in data are shown as text.
 
 import { cssColour } from "./colour";
-import { h, say, short, svg, visible } from "./dom";
+import { breakable, h, say, short, svg, visible } from "./dom";
 
 export interface Panel {
   name: string;
@@ -31,14 +32,24 @@ export function drawPanel(panel: Panel, host: PanelHost): HTMLElement {
 
 registerPanel("text", (data) => h("p", {}, String(data.text)));
 
+/** A number in words of its own, such as "5.1e-13": it is never broken over two lines. */
+const FIGURE = /^[-−+]?[\d.,]+(e[-+]?\d+)?$/;
+
+const WHOLE = 18; // characters of a name that are not broken over lines
+
 registerPanel("table", (data, host) => {
-  const link = (text: string, act: () => void) => h("td", {}, h("button", { class: "link", onclick: act }, text));
+  // A short name stays on one line; a long one is broken where its parts begin.
+  const link = (text: string, act: () => void) =>
+    h("td", {}, h("button", { class: "link", onclick: act }, ...(text.length <= WHOLE ? [h("span", { class: "whole" }, text)] : breakable(text))));
+  const leads = (to: any) => typeof to.column === "number" || host.layers.has(to.layer);
   const cell = (value: any) =>
     typeof value === "string" && host.layers.has(value)
       ? link(value, () => host.goTo(value, null))
+      : value && typeof value === "object" && !leads(value)
+      ? h("td", { class: "whole" }, String(value.text))
       : value && typeof value === "object"
       ? link(String(value.text), () => host.goTo(value.layer ?? null, value.column ?? null))
-      : h("td", { class: typeof value === "number" ? "number" : "" }, typeof value === "number" ? say(value) : String(value ?? "–"));
+      : h("td", { class: typeof value === "number" ? "number" : FIGURE.test(value) ? "figure" : "" }, typeof value === "number" ? say(value) : String(value ?? "–"));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" },
     h("table", {},
       h("thead", {}, h("tr", {}, ...data.columns.map((each: string) => (each ? h("th", { scope: "col" }, each) : h("td", {}))))),

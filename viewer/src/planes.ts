@@ -1,4 +1,6 @@
-// Planes: headers and tiles of tables, fetched when they are needed and painted when they are drawn.
+// Planes: headers and tiles of tables, fetched when they are needed and painted when they are drawn. Kept by `data`,
+// drawn by `heatmap`. Codes of different versions of a plane must never be mixed: they mean different values. Tiles and
+// pictures are bounded, and few are painted per frame, which keeps a sweep over 100,000 tokens fluent.
 
 import { Header, NOT_FINITE, NOT_MEASURED, decode, lookup } from "./colour";
 import { Transport } from "./transport";

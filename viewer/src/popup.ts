@@ -1,4 +1,4 @@
-// A box over the page, from which the keyboard does not escape until it is closed.
+// A box over the page, from which the keyboard does not escape until it is closed. Used by `dialogs`.
 
 import type { App } from "./app";
 import { h } from "./dom";

@@ -1,4 +1,5 @@
-// The layer tree: which rows are in view, and what each of them is.
+// The layer tree: which rows are in view, and what each of them is. Used by `App` and drawn by `tree_view` and `heatmap`.
+// It follows from the state alone, so that a link opens to the same rows.
 
 import { State } from "./state";
 
@@ -67,19 +68,26 @@ export class Tree {
     return open !== state.toggled.includes(name);
   }
 
-  rows(state: State): Row[] {
+  /** The rows in view, without those of hidden layers: what is beneath these stands beneath the layer above them. */
+  rows(state: State, hidden: boolean[] = []): Row[] {
     const shown = this.layers.map(() => true);
     const depths = this.layers.map(() => 0);
+    const parents = this.parents.map((parent) => {
+      while (parent >= 0 && hidden[parent]) parent = this.parents[parent];
+      return parent;
+    });
+    const children = new Set(parents.filter((_, index) => !hidden[index]));
     const found: Row[] = [];
     this.layers.forEach((name, index) => {
-      const parent = this.parents[index];
+      if (hidden[index]) return;
+      const parent = parents[index];
       if (parent >= 0) {
         shown[index] = shown[parent] && this.isOpen(parent, state);
         depths[index] = depths[parent] + 1;
       }
       if (!shown[index]) return;
-      const label = parent >= 0 ? name.slice(this.layers[parent].length + 1) : name || "model";
-      const [folds, depth] = [this.children[index], depths[index]];
+      const label = parent >= 0 ? name.slice(this.layers[parent].length + 1) : name || "model"; // its whole name where no layer is above it
+      const [folds, depth] = [children.has(index), depths[index]];
       const open = folds && this.isOpen(index, state);
       found.push({ name, label, plane: "layers", index, depth, folds, open, parts: this.parts[index] });
       if (state.voxels.includes(name)) {

@@ -1,4 +1,5 @@
-// The screen: draws whatever follows from the state, each part only where something of it changed.
+// The screen: draws whatever follows from the state, each part only where something of it changed (`once`). One App
+// has one. A frame must stay below 4 ms of processor time, so texts and details follow a moment later.
 
 import type { App } from "./app";
 import { renderDetails } from "./details";
@@ -94,9 +95,7 @@ export class Screen {
     const hidden = header ? header.missing.map((each) => each === header.columns && each > 0) : [];
     const key = JSON.stringify([data.board.id, data.board.layers.length, state.depth, state.toggled, state.voxels, hidden, state.voxels.map((each) => app.plane(each)?.header?.rows)]);
     if (!this.once("rows", key)) return;
-    const rows = app.tree!.rows(state);
-    app.rows = hidden.every(Boolean) ? rows : rows.filter((row) => row.plane !== "layers" || !hidden[row.index]);
-    if (hidden.some(Boolean)) app.rows = app.rows.map((row, i) => ({ ...row, folds: row.folds && (!row.open || app.rows[i + 1]?.depth > row.depth) }));
+    app.rows = app.tree!.rows(state, hidden.every(Boolean) ? [] : hidden);
     if (hidden.some(Boolean) && app.rows.length && app.rowIndex < 0) app.state = { ...app.state, layer: app.rows[0].name };
   }
 

@@ -1,4 +1,5 @@
-// One state object: the address of the page, `view.state` in Python and "copy Python" are made of it.
+// One state object: the address of the page, `view.state` in Python and "copy Python" are made of it. Names and values
+// are those of `state.py`. What comes from an address or from Python passes `clean`, which drops what cannot be shown.
 
 import { MAPS } from "./colour";
 
@@ -69,27 +70,27 @@ export function clean(given: Record<string, unknown> | null | undefined): Partia
 
 const quote = (text: string) => JSON.stringify(text);
 
+// What the things that a page shows are called in copied Python.
+const NAMES: Record<string, string[]> = { scan: ["scan"], contrast: ["contrast"], run: ["run"], diff: ["before", "after"] };
+
 /** Python that gets the values in view, and the view itself. */
-export function toPython(state: State, board: { python: string; kind: string; axis: string }): string {
+export function toPython(state: State, board: { python: string | string[]; kind: string; axis: string; layers: string[] }): string {
   const start = START as unknown as Record<string, unknown>;
   const said = Object.entries(state)
-    .filter(([key, value]) => JSON.stringify(value) !== JSON.stringify(start[key]))
+    .filter(([key, value]) => key === "layer" || key === "column" || JSON.stringify(value) !== JSON.stringify(start[key]))
     .map(([key, value]) => `${quote(key)}: ${typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value)}`);
-  const lines = ["import torchfmri", ""];
-  if (board.kind === "scan") {
-    lines.push(`scan = ${board.python}`);
-    const [layer, voxel] = state.layer.split("[");
-    const by = voxel ? ', by="voxel"' : "";
-    lines.push(
-      `names, values = scan.values(${quote(state.metric)}${by}, pattern=${quote(layer || "*")}, sequence=${state.sequence})`,
-      `values[${state.column}]  # ${board.axis} ${state.column}`,
-      `view = torchfmri.view(scan, state={${said.join(", ")}})`,
-    );
-  } else if (board.kind === "diff") {
-    lines.push(`scan = ${board.python}`, `view = torchfmri.view(other, scan, state={${said.join(", ")}})`);
-  } else {
-    lines.push(`view = torchfmri.view(${board.python}, state={${said.join(", ")}})`);
-  }
-  // Only a saved scan can be read again; whoever made this one has it in a variable.
-  return lines.join("\n").replace(/^(scan|other) = scan$/gm, "# $1: the scan that this page shows, which is not saved to a file") + "\n";
+  const names = NAMES[board.kind];
+  // Only what is saved can be read again; whoever made the rest has it in a variable.
+  const made = [board.python].flat().map((how, i) =>
+    /^\w+$/.test(how) ? `# ${names[i]}: the ${how} that this page shows, which is not saved to a file` : `${names[i]} = ${how}`);
+  const [layer, voxel] = state.layer.split("[");
+  // The page adds up what the layers inside of a block cost; `scan.values` has the cost of each layer alone.
+  const summed = state.metric === "learning_cost" && board.layers.some((each) => each.startsWith(`${layer}.`));
+  const native = board.kind !== "scan" || summed ? [] : [
+    `names, values = scan.values(${quote(state.metric)}${voxel ? ', by="voxel"' : ""}, pattern=${quote(layer || "*")}, sequence=${state.sequence})`,
+    `values[${state.column}]  # ${board.axis} ${state.column}`,
+  ];
+  return ["import torchfmri", "", ...made, ...native,
+    `view = torchfmri.view(${names.join(", ")}, state={${said.join(", ")}})`,
+    `print(view.crosshair)  # the numbers at ${board.axis} ${state.column}`, ""].join("\n");
 }

@@ -1,4 +1,6 @@
-// The text of the sequence around the crosshair, underlined with the colours of its row.
+// The text of the sequence around the crosshair, underlined with the colours of its row. Drawn by `screen`.
+// Tokens are spans of one paragraph without a direction of their own, or letters of a Hebrew word would stand in
+// the wrong order; special tokens are set apart. At most 400 texts are on the page at once.
 
 import type { App } from "./app";
 import { SIGNED_MAPS, cssColour, decode, scaleOf, shareOf } from "./colour";
@@ -38,8 +40,9 @@ function fill(app: App, first: number, end: number): void {
   for (let t = first; t < end; t++) {
     const piece = data.piece(t);
     const share = scale ? shareOf(scale, decode(header!, row.index, plane!.code(row.index, t))) : NaN;
-    const text = piece ? short(visible(piece.text, false), 200) : "…";
-    const span = h("span", { class: `${piece?.generated ? "g" : ""} ${piece?.special ? "s" : ""}`, "data-t": t, dir: "auto" }, text);
+    const [own, other] = data.board.kind === "diff" ? (piece?.text ?? "").split(" ≠ ") : [piece?.text ?? ""];
+    const text = piece ? short(visible(own, false), 200) : "…";
+    const span = h("span", { class: `${piece?.generated ? "g" : ""} ${piece?.special ? "s" : ""} ${other ? "d" : ""}`, title: other && piece!.text.trim(), "data-t": t }, text);
     if (!Number.isNaN(share)) span.style.setProperty("--c", cssColour(map, share));
     spans.push(span, ...(piece && /\n/.test(piece.text) ? [h("br")] : []));
   }

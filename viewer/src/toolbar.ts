@@ -1,7 +1,8 @@
-// The head and the foot of the page: what is shown, of what, in which colours, and how it fares.
+// The head and the foot of the page: what is shown, of what, in which colours, and how it fares. Drawn by `screen`.
+// The words at the ends of the colour bar must hold for the cells in view: `barEnds` is also what exports print.
 
 import type { App } from "./app";
-import { MAPS, SIGNED_MAPS, cssColour, scaleOf, topName } from "./colour";
+import { Header, MAPS, SIGNED_MAPS, cssColour, scaleOf, topName } from "./colour";
 import { Health, Metric } from "./data";
 import { count, h, refill, say, short } from "./dom";
 import { topOf } from "./heatmap";
@@ -27,6 +28,7 @@ export function renderControls(app: App): void {
   if (!app.screen.once("controls", JSON.stringify(key))) return;
   renderHead(app, live);
   renderChoices(app);
+  renderAnswer(app);
   renderHealth(app, sequence.health, board.notes);
   renderNames(app);
   renderBar(app);
@@ -58,7 +60,9 @@ function renderHead(app: App, live: string): void {
   ui.live.classList.toggle("paused", !live.startsWith("LIVE"));
   ui.sequence.hidden = board.kind === "contrast";
   const which = [short(sequence.text || sequence.name, 36), short(sequence.condition, 16), `${state.sequence + 1} of ${board.sequences.toLocaleString("en")} ▾`];
-  ui.sequence.textContent = [...(board.sequences > 1 ? which : []), count(columns, board.axis)].filter(Boolean).join(" · ");
+  const said = [...(board.sequences > 1 ? which : []), count(columns, board.axis)].filter(Boolean);
+  // Each in a direction of its own: a text that runs from right to left must not turn the numbers behind it around.
+  ui.sequence.replaceChildren(...said.flatMap((each, i) => [i ? " · " : "", h("bdi", {}, each)]));
   ui.sequence.disabled = board.sequences < 2;
 }
 
@@ -91,6 +95,19 @@ export function nextChoice(app: App): void {
   else app.tell("There is no threshold here.");
 }
 
+/** What came out, in a sentence, and how to read the colours; only what compares has both. */
+function renderAnswer(app: App): void {
+  const { ui, data: { board, sequence } } = app;
+  ui.answer.hidden = !sequence.headline;
+  ui.headline.textContent = sequence.headline;
+  const map = SIGNED_MAPS[app.state.map];
+  const swatch = (share: number, text: string) => [h("i", { class: "swatch", style: { background: cssColour(map, share) } }), h("span", {}, text)];
+  const { overlay } = sequence;
+  refill(ui.legend, ...(!overlay ? [] : [
+    ...(board.ends && app.metric?.signed ? [...swatch(0.12, board.ends[0]), ...swatch(0.88, board.ends[1])] : [h("span", {}, "the darker the larger")]),
+    h("i", { class: "swatch survivor" }), h("span", {}, overlay.meaning), h("i", { class: "swatch faint" }), h("span", {}, "fainter: weaker evidence")]));
+}
+
 function renderHealth(app: App, health: Health[], notes: string[]): void {
   const { ui } = app;
   const all = findings(health, notes);
@@ -119,22 +136,27 @@ export function finding(app: App, each: Health): HTMLElement {
 function renderNames(app: App): void {
   const { ui, data: { board, bands } } = app;
   ui.trackNames.replaceChildren(...bands.map((each) =>
-    h("div", { title: `${each.meaning} (${each.unit})`, style: { height: `${BAND}px` } },
+    h("div", { title: `${each.meaning} (${each.unit})${each.top ? " The bars end at the largest value of what the model wrote; what is higher has a line above it." : ""}`, style: { height: `${BAND}px` } },
       h("span", {}, each.title, h("small", {}, trackTop(app, each))), board.pair && h("small", {}, h("i", { class: "bars-key" }), board.pair[1], h("i", { class: "line-key" }), board.pair[0]))));
   ui.tracks.style.height = ui.trackNames.style.height = `${BAND * bands.length}px`;
-  ui.axisTitle.replaceChildren(h("span", {}, board.rows ?? "↑ layers, input at the top"), h("span", {}, `${board.axis}s →`));
+  ui.axisTitle.replaceChildren(h("span", {}, board.rows ?? "↑ layers, input at the top"), h("span", {}, `${board.axis}s →`), ui.shownRows);
 }
 
 function trackTop({ data }: App, track: Metric): string {
   const { header } = data.plane("tracks", "tracks");
   const top = header && topOf(header, data.sequence.tracks, track);
-  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}` : "";
+  const plain = data.sequence.tracks.map((each) => ({ ...each, top: 0 }));
+  const beyond = header && (top ?? 0) < topOf(header, plain, plain[data.sequence.tracks.indexOf(track)]);
+  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}${beyond ? ", more: ▔" : ""}` : "";
 }
+
+/** Whether there is anything that a colour stands for. */
+const hasValues = (header: Header) => header.nonfinite.some((each, row) => each + header.missing[row] < header.columns);
 
 /** What the ends of the colour bar stand for; a picture that is saved has no row at the crosshair. */
 export function barEnds(app: App, crosshair = false): { words: [string, string]; map: string } | null {
   const header = app.plane("layers")?.header;
-  if (!header || !app.metric) return null;
+  if (!header || !app.metric || !hasValues(header)) return null;
   const at = app.rows[app.rowIndex];
   const own = at && app.plane(at.plane)?.header;
   const scale = own ? scaleOf(own, app.state.norm, at.index) : scaleOf(header, app.state.norm, 0);
@@ -153,23 +175,24 @@ export function barEnds(app: App, crosshair = false): { words: [string, string];
   }
   const top = `each row’s ${topName(header)} and above`;
   if (ends) return { map, words: [ends[0], `${ends[1]} (to ${top})`] };
-  return { map, words: [header.signed ? "minus the same" : scale.logarithmic ? "1/100 of it" : "0", top + log] };
+  return { map, words: [header.signed ? "minus the same" : scale.logarithmic ? "1/100 of it" : header.lows.some(Boolean) ? "each row’s lowest value" : "0", top + log] };
 }
 
 function renderBar(app: App): void {
-  const found = barEnds(app, true);
-  if (!found) return app.ui.bar.replaceChildren();
-  const { words, map } = found;
-  const header = app.plane("layers")!.header!;
-  const any = (counts: number[]) => counts.some((each) => each > 0);
-  const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
+  const header = app.plane("layers")?.header;
+  if (!header || !app.metric) return app.ui.bar.replaceChildren();
+  // Rows of a run that have nothing of this metric are not shown.
+  const any = (counts: number[]) => counts.some((each) => each > 0 && !(app.data.board.kind === "run" && each === header.columns && counts === header.missing));
   const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
+  const keys = [...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []), ...(any(header.missing) ? key("not-measured", "not measured") : [])];
+  const found = barEnds(app, true);
+  if (!found) return refill(app.ui.bar, h("span", {}, "No values"), ...keys);
+  const { words, map } = found;
+  const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
   refill(app.ui.bar,
-    h("span", { class: "unit", title: app.metric!.unit }, app.metric!.unit), h("span", { class: "end" }, words[0]), strip,
+    h("span", { class: "unit", title: app.metric.unit }, app.metric.unit), h("span", { class: "end" }, words[0]), strip,
     h("span", { class: "end", title: app.state.norm === "row" ? `Each row has its own scale, up to its ${topName(header)}; what is beyond has the colour of the end. “all rows” gives them one.` : "One scale for all rows." }, words[1]),
-    ...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []),
-    ...(any(header.missing) ? key("not-measured", "not measured") : []),
-    ...(app.data.sequence.overlay ? key("survivor", app.data.sequence.overlay.meaning) : []),
+    ...keys,
     h("button", { class: "link", title: "Another colour map (m)", onclick: () => nextMap(app) }, map));
 }
 

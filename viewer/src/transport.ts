@@ -1,4 +1,5 @@
-// Lines to whoever answers: a server, a notebook's kernel, or the page's own file.
+// Lines to whoever answers: a server, a notebook's kernel, or the page's own file. `main` chooses one; everybody else
+// asks through the interface. All three answer the questions of `desk.py`, so that pages show the same everywhere.
 
 export type Given = Record<string, string | number>;
 
@@ -106,10 +107,12 @@ export class KernelTransport implements Transport {
   fetches = 0;
   name = "kernel";
   answered = false;
+  answers: () => void = () => undefined; // called with the first answer
   private waiting = new Map<number, { resolve: (v: any) => void; reject: (e: Error) => void }>();
 
   constructor(private model: KernelModel) {
     model.on("msg:custom", (content: any, buffers: DataView[]) => {
+      if (!this.answered) this.answers();
       this.answered = true;
       const asked = this.waiting.get(content?.number);
       if (!asked) return;

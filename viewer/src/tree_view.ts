@@ -1,10 +1,11 @@
-// The layer tree as it stands beside the heat map: a label for each row that has room for one.
+// The layer tree as it stands beside the heat map: a label for each row that has room for one. Drawn by `screen`; labels
+// stand at the height of their row of cells, so both use the same scene.
 
 import type { App } from "./app";
 import { h, shortLeft } from "./dom";
 import { Row } from "./rows";
 
-const LABEL = 10.5; // pixels that a label takes
+const LABEL = 8.5; // pixels that a label takes
 
 export function renderTree(app: App): void {
   const { scene, rows } = app;
@@ -12,8 +13,18 @@ export function renderTree(app: App): void {
   const key = JSON.stringify([app.screen.keyOf("rows"), scene.top, scene.rowHeight, scene.height, now]);
   if (!app.screen.once("tree", key)) return;
   const from = Math.max(0, Math.floor(scene.top));
-  const to = Math.min(rows.length, Math.ceil(scene.top + scene.height / scene.rowHeight));
+  const to = Math.min(rows.length, Math.round(scene.top + scene.height / scene.rowHeight));
   app.ui.tree.replaceChildren(...labelled(rows, from, to, now, LABEL / scene.rowHeight).map((at) => item(app, at, at === now)));
+  renderThumb(app);
+}
+
+/** Which part of the rows is in view, where not all of them are. */
+function renderThumb({ ui, scene, rows }: App): void {
+  const [shown, all] = [scene.height / scene.rowHeight, rows.length];
+  ui.thumb.hidden = all <= shown + 0.01;
+  ui.thumb.style.top = `${(100 * scene.top) / all}%`;
+  ui.thumb.style.height = `${(100 * shown) / all}%`;
+  ui.shownRows.textContent = ui.thumb.hidden ? "" : `rows ${Math.floor(scene.top) + 1}–${Math.min(all, Math.floor(scene.top + shown))} of ${all}, scroll ↕`;
 }
 
 function item(app: App, at: number, isNow: boolean): HTMLElement {
@@ -29,7 +40,7 @@ function item(app: App, at: number, isNow: boolean): HTMLElement {
     class: isNow ? "row now" : "row", title: [row.name || "model", type].filter(Boolean).join(" · "),
     style: {
       top: `${y}px`, height: `${line}px`, lineHeight: `${line}px`,
-      fontSize: `${Math.max(9.5, Math.min(11.5, line - 2))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px`,
+      fontSize: `${Math.max(9, Math.min(11.5, line - 2))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px`,
     },
   },
   h("span", { class: "twist" }, act ? (open ? "▾" : "▸") : ""),

@@ -1,15 +1,17 @@
-// Where things are on the heat map, and how the view and the crosshair move over it.
+// Where things are on the heat map, and how the view and the crosshair move over it. Used by `events`, `dialogs` and
+// `screen`. Sizes are whole pixels: a canvas that begins between two is blurred, and its colours are no longer exact.
 
 import type { App } from "./app";
 import { Scene } from "./heatmap";
 import { State } from "./state";
 
-export const WIDEST = 160; // pixels of a column
-const [NARROWEST_ROW, TALLEST_ROW] = [4, 56];
-const SMALL = 900; // a page that is narrower has no details
+export const WIDEST = 200; // pixels of a column
+const [NARROWEST_ROW, TALLEST_ROW] = [8.5, 88]; // every row has room for its name; what does not fit is scrolled to
+const SMALL = 900; // a page that is narrower has its details below the map
 
 export class Viewport {
   scene: Scene = { rows: [], columns: 0, first: 0, cell: 1, top: 0, rowHeight: 10, width: 1, height: 1 };
+  private sought: string | null = null; // a row to bring into view once it is known where it is
   private sizes = { width: 0, height: 0 };
 
   constructor(private readonly app: App) {
@@ -24,7 +26,7 @@ export class Viewport {
     const total = ui.stage.clientWidth - 28;
     const small = ui.body.clientWidth <= SMALL;
     const left = small ? 130 : Math.round(Math.max(150, Math.min(250, 0.17 * total)));
-    const right = small ? 0 : Math.round(Math.max(220, Math.min(320, 0.23 * total)));
+    const right = small ? 0 : Math.round(Math.max(250, Math.min(420, 0.27 * total)));
     ui.stage.style.gridTemplateColumns = `${left}px ${total - left - right}px ${right}px`;
     const height = Math.floor(ui.map.getBoundingClientRect().height);
     this.sizes = { width: total - left - right, height };
@@ -50,6 +52,11 @@ export class Viewport {
       first: Math.min(Math.max(0, this.zoomed ? state.first : 0), most),
       top: Math.max(0, Math.min(state.top, rows.length - height / rowHeight)),
     };
+    if (this.sought !== null && (this.sought !== state.layer || this.app.rowIndex >= 0)) {
+      const found = this.sought === state.layer;
+      this.sought = null;
+      if (found) this.scroll();
+    }
   }
 
   cellAt(event: MouseEvent): { row: number; column: number } {
@@ -72,7 +79,13 @@ export class Viewport {
   private keepInView(): void {
     const { app } = this;
     app.screen.render();
-    const { scene } = this;
+    if (app.rowIndex >= 0) this.scroll();
+    else this.sought = app.state.layer; // a voxel has a row only when the names of its layer's have come
+  }
+
+  /** Scroll to the crosshair, as far as it is not in view. */
+  private scroll(): void {
+    const { app, scene } = this;
     const { state, rowIndex: row } = app;
     const change: Partial<State> = {};
     const shown = scene.height / scene.rowHeight;

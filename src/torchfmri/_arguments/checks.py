@@ -1,4 +1,10 @@
-"""Checks of arguments, each of which raises with the value and what to give instead."""
+"""Checks of arguments, each of which raises with the value and what to give instead.
+
+Public functions check their arguments here, before they touch the model. A new check calls
+`require`, so that all messages read `name=value: what to give instead`. A value is shown in a few
+words, since a tensor or a model would fill the screen. tests/_arguments/bad_calls.py has the bad
+calls that must end this way.
+"""
 
 from __future__ import annotations
 
@@ -42,35 +48,35 @@ def is_list(value: object) -> bool:
 
 
 def check_number(name: str, value: Any, least: int | None, meaning: str) -> None:
-    """Raise where an argument is not a whole number, too small, or beyond 64 bits."""
+    """Raise if an argument is not a whole number, too small, or beyond 64 bits."""
     lowest = -(2**63) if least is None else least
     require(is_whole(value) and lowest <= value < 2**63, name, value, meaning)
 
 
 def check_real(name: str, value: Any, meaning: str, least: float = -math.inf) -> None:
-    """Raise where an argument is not a number, NaN, or too small."""
+    """Raise if an argument is not a number, NaN, or too small."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and value >= least, name, value, meaning)
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise where an argument is neither True nor False."""
+    """Raise if an argument is neither True nor False."""
     require(isinstance(value, bool), name, value, "choose True or False")
 
 
 def check_callable(name: str, value: Any, meaning: str) -> None:
-    """Raise where an argument cannot be called; None may be left out."""
+    """Raise if an argument cannot be called; None may be left out."""
     require(value is None or callable(value), name, value, meaning)
 
 
 def check_module(name: str, value: Any) -> None:
-    """Raise where an argument is not a model."""
+    """Raise if an argument is not a model."""
     meaning = "give a model, which is an nn.Module, and no class of one"
     require(isinstance(value, nn.Module), name, value, meaning)
 
 
 def check_tensor(name: str, value: Any, meaning: str) -> None:
-    """Raise where an argument is not a tensor."""
+    """Raise if an argument is not a tensor."""
     require(isinstance(value, Tensor), name, value, f"give a tensor, {meaning}")
 
 
@@ -89,7 +95,7 @@ def check_scalar(loss: Any) -> Tensor:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise where an argument is neither None nor works like a `torch.amp.GradScaler`."""
+    """Raise if an argument is neither None nor works like a `torch.amp.GradScaler`."""
     methods = ("scale", "unscale_", "step", "update", "get_scale")
     works = scaler is None or all(callable(getattr(scaler, name, None)) for name in methods)
     meaning = "give torch.amp.GradScaler(...), or leave it out"
@@ -119,7 +125,7 @@ def check_path(name: str, value: Any) -> Path:
     """Return the path that an argument is.
 
     Raises:
-        InspectionError: It is none.
+        InspectionError: It is not a path.
     """
     meaning = "give the path of a file or folder, a text or a Path"
     require(isinstance(value, (str, os.PathLike)) and value != "", name, value, meaning)
@@ -153,7 +159,7 @@ def check_folder(name: str, value: Any) -> Path:
     """Return the path of a folder that exists or can be made.
 
     Raises:
-        InspectionError: It is none, or something else is there.
+        InspectionError: It is not a path, or something else is there.
     """
     path = check_target(name, value)
     free = path.is_dir() or not os.path.lexists(path)
@@ -165,7 +171,7 @@ def check_file(name: str, value: Any) -> Path:
     """Return the path of a file that can be written.
 
     Raises:
-        InspectionError: It is none, a folder, or in a folder that does not exist.
+        InspectionError: It is not a path, a folder, or in a folder that does not exist.
     """
     path = check_path(name, value)
     require(not path.is_dir(), name, value, "that is a folder; name a file in it")

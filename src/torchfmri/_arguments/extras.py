@@ -1,4 +1,9 @@
-"""Packages that an extra installs: what to do where one is missing."""
+"""Packages that an extra installs: what to do where one is missing.
+
+`with from_extra(...)` stands around the import of an optional package, inside the function that
+needs it: the core needs torch and numpy only. An ImportError in the block becomes the command that
+installs the extra.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """Calls of flash-attention kernels, read by the names of their arguments.
 
-The kernels are operators that other packages register (flash-attn 2 and 3, and what the package
-kernels downloads), so they are known by name alone: a name with "flash", "fwd" or "forward",
-and arguments q, k and v of shape (b, s, heads, d).
+`reader` asks it about every registered operator. The kernels come from other packages (flash-attn 2
+and 3, and what the package `kernels` downloads), so they are known by name alone: a name with
+"flash" and "fwd" or "forward", and arguments q, k and v of shape (b, s, heads, d). A call with an
+argument that is not in `_KNOWN` is refused with its name, because it may change the pattern. Tested
+with an operator that stands in, not with the packages.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def is_flash(schema: Any) -> bool:
 def read_flash(
     schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[FusedAttention, bool] | str:
-    """What a kernel was handed and whether it drops weights; or why it cannot be read."""
+    """Return what a kernel was handed and whether it drops weights; or why it cannot be read."""
     given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
     others = [name for name, value in given.items() if name not in _KNOWN and _says_much(value)]
     if others:
@@ -65,7 +67,7 @@ def _says_much(value: object) -> bool:
 
 
 def _window(queries: int, keys: int, left: int, right: int, device: torch.device) -> Tensor | None:
-    """True where a key may be read: the last query stands at the last key; None where all may."""
+    """Return which keys may be read (True), the last query at the last key; None if all may."""
     if left < 0 and right < 0:
         return None
     at = torch.arange(keys - queries, keys, device=device)[:, None]

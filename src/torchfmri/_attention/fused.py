@@ -1,4 +1,10 @@
-"""The pattern of a fused attention, recomputed from what the kernel was handed."""
+"""The pattern of a fused attention, recomputed from what the kernel was handed.
+
+`reader` keeps a `FusedAttention` of each call, `_checkup` uses `masked_logits`. Patterns are
+computed in float32 at least, in parts, so that a long text fits into memory. Hidden keys are -inf
+and a row without any key is 0, as the kernels have it. The mask may be boolean or added to the
+logits; both forms must stay.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ class FusedAttention(NamedTuple):
 
     @classmethod
     def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedAttention:
-        """The arguments of one call of `F.scaled_dot_product_attention`."""
+        """Return the arguments of one call of `F.scaled_dot_product_attention`."""
         given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         query, key, mask = given["query"], given["key"], given.get("attn_mask")
         return cls(
@@ -48,7 +54,7 @@ class FusedAttention(NamedTuple):
         return (*self.query.shape[:-1], self.key.shape[-2])
 
     def rows(self, first: int, last: int) -> Tensor:
-        """The pattern of the queries from `first` to `last` - 1, (..., heads, rows, k).
+        """Return the pattern of queries `first` to `last` - 1, (..., heads, rows, k).
 
         A query that may read no key at all has a row of zeros, as the kernels return zeros for it.
         """
@@ -70,7 +76,7 @@ def masked_logits(
     first: int = 0,
     queries: int | None = None,
 ) -> Tensor:
-    """The logits of an attention with -inf where a key is hidden, in float32 or float64.
+    """Return an attention's logits with -inf for hidden keys, in float32 or float64.
 
     Args:
         query: (..., heads, rows, d), the queries from number `first` on.

@@ -1,4 +1,10 @@
-"""What a pattern says of each token and head, in five numbers."""
+"""What an attention pattern says of each token and head, in five numbers.
+
+`_scan` calls `score_heads` for each layer. It takes the pattern in parts, so that no whole pattern
+has to exist. Padding counts neither as a token nor as a distance, and its own scores are nan; the
+names in `HEAD_SCORES` are stored in scans and must stay. A new score is an entry there and in
+`_score`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ HEAD_SCORES = {
 def score_heads(
     chunks: Iterable[tuple[int, Tensor]], ids: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """The scores of one layer's self-attention by name, (b, s, heads) each, in float32.
+    """Return the scores of one layer's self-attention by name, (b, s, heads) each, in float32.
 
     Padding counts neither as a token nor as a distance; its own scores are nan.
 
@@ -46,7 +52,7 @@ def _score(
     pattern: Tensor, first: int, last: int, ids: Tensor, kept: Tensor, position: Tensor,
     start: Tensor,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """(b, heads, rows) each, of the queries from `first` to `last` - 1."""
+    """Return the scores of queries `first` to `last` - 1 by name, (b, heads, rows) each."""
     b, heads, rows, keys = pattern.shape
     at = torch.arange(first, last, device=ids.device)
     apart = (position[:, first:last, None] - position[:, None, :]).abs().to(pattern.dtype)
@@ -67,7 +73,7 @@ def _score(
 
 
 def _after_copies(ids: Tensor, kept: Tensor, at: Tensor, keys: int) -> Tensor:
-    """(b, rows, k), True where the token before a key is a copy of the query's, earlier than it."""
+    """Return (b, rows, k): True if the token before a key is an earlier copy of the query's."""
     same = (ids[:, at, None] == ids[:, None, :]) & kept[:, None, :]  # the copies
     same = same & (torch.arange(keys, device=ids.device) < at[:, None])
     shifted = torch.zeros_like(same)

@@ -1,11 +1,13 @@
-"""Reads attention where it is called, and says which layer called it.
+"""Attention read where it is called, with the layer that called it.
 
-A `TorchFunctionMode` that only reads: what it sees is handed on as it came, so outputs are
-bit-equal, and nothing is drawn from the random generators. Four kinds of attention are seen:
-`F.scaled_dot_product_attention` and flash-attention kernels, whose patterns are recomputed from
-queries, keys and mask;
-`F.multi_head_attention_forward` (`nn.MultiheadAttention`), asked once more for its weights; and
-attention written out, a softmax whose result is multiplied with the values.
+`Inspector` and `_scan` open an `AttentionReader`. Its `TorchFunctionMode` only reads: what it sees
+is handed on as it came, so outputs are bit-equal, and nothing is drawn from the random generators.
+Four kinds of attention are seen: `F.scaled_dot_product_attention` and flash-attention kernels,
+whose patterns are recomputed from queries, keys and mask; `F.multi_head_attention_forward`
+(`nn.MultiheadAttention`), asked once more for its weights; and attention written out, a softmax
+whose result is multiplied with the values. Weights on their way from softmax to product are known
+by id, so `_Weights` holds the tensor. A call in a backward pass is a checkpoint's repetition and is
+not read again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +87,7 @@ class AttentionCall:
         return torch.float64 if dtype == torch.float64 else torch.float32
 
     def chunks(self, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, Tensor]]:
-        """The pattern in parts of at most `limit` bytes: the first query of each, and its rows.
+        """Yield the pattern in parts of at most `limit` bytes: the first query, and its rows.
 
         Each part is (b, heads, rows, k), the weights of one row adding up to 1.
         """
@@ -100,13 +102,13 @@ class AttentionCall:
             yield first, part.reshape(_four(tuple(part.shape)))
 
     def pattern(self) -> Tensor:
-        """The whole pattern, (b, heads, q, k)."""
+        """Return the whole pattern, (b, heads, q, k)."""
         parts = [part for _, part in self.chunks()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """A shape as (b, heads, q, k): a pattern without an axis of heads has one head."""
+    """Return a shape as (b, heads, q, k); a pattern without an axis of heads has one head."""
     *before, queries, keys = shape
     return (before[0] if before else 1, math.prod(before[1:]), queries, keys)
 
@@ -146,7 +148,7 @@ class AttentionReader(Attached):
     def _by_head(
         self, stack: tuple[str, ...], source: FusedAttention | Tensor
     ) -> FusedAttention | Tensor:
-        """(b * heads, q, k) as (b, heads, q, k), where the layer says how many heads it has."""
+        """Return (b * heads, q, k) as (b, heads, q, k) if the layer says how many heads it has."""
         if isinstance(source, FusedAttention) or source.ndim != 3 or not stack:
             return source
         module = self._layers.get(stack[-1])
@@ -259,10 +261,9 @@ class _Reading(TorchFunctionMode):
             self._see(weights if weights.ndim == 4 else weights[None], is_dropping)
 
 
-class _Weights:
+class _Weights(NamedTuple):
     """A tensor on its way from a softmax to a product, and the pattern that it stands for."""
 
-    __slots__ = ("dropped", "pattern", "tensor")
-
-    def __init__(self, tensor: Tensor, pattern: Tensor, dropped: bool) -> None:
-        self.tensor, self.pattern, self.dropped = tensor, pattern, dropped  # held: ids stay theirs
+    tensor: Tensor  # held, so that no other tensor gets its id
+    pattern: Tensor
+    dropped: bool

@@ -2,11 +2,17 @@
 
 `Taps` calls a sink, which reduces or copies the tensor at once; it knows nothing of statistics.
 `gradient_listeners` waits for the gradient of an output, of an input through one call, or of a
-parameter. `padding` knows which positions are padding; `position` and `running_layers` know which
-layer is running. Something new to watch needs a hook in `taps`.
+parameter. `padding` knows which positions are padding; `position` knows which layer is running.
+Something new to watch needs a hook in `taps`.
 """
 
 from torchfmri._capture.padding import Padding, TokenMask, masked_modules
-from torchfmri._capture.position import BACKWARD, FORWARD, LOSS, PAUSED, Position
-from torchfmri._capture.running_layers import RunningLayers
+from torchfmri._capture.position import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    PAUSED,
+    Position,
+    RunningLayers,
+)
 from torchfmri._capture.taps import CallKey, Short, Sink, Taps, Target

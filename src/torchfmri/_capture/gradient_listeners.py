@@ -1,7 +1,10 @@
 """CAPTURE: listeners for one gradient: of an output, an input through one call, a parameter.
 
-Each is created while the graph is built, holds no part of that graph, and calls `emit` with the
-gradient and the number of the backward pass that brought it. `None` withdraws what was emitted.
+`taps` creates them while the graph is built. A listener holds no part of that graph (or activations
+would live on), and calls `emit` with the gradient and the number of the backward pass that brought
+it; `None` withdraws what was emitted. In-place writes are the trap: they replace the node of a
+view, so a view is watched at its base as well. The tests compare every case with dL/d of a zero
+added at that place.
 """
 
 from __future__ import annotations
@@ -81,8 +84,8 @@ class BaseOfView:
         shared: Another input or output of the call lies in the same base, or the module may have
             read the base itself: its gradient may then hold more than ours.
         is_read_through_memory: The module wrote into its input and returned that.
-        note: Told about the reservation.
-        missed: Told when the part of the view cannot be cut out of the base's gradient.
+        note: Called with a reservation in words.
+        missed: Called if the view's part cannot be cut out of the base's gradient.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class InputGradient:
         return listen
 
     def _add(self, gradient: Tensor | None, at_base: bool) -> None:
+        """Add what one reader sends; the sum is emitted once all have sent, or the pass is over."""
         backward = self._backwards.current()
         self._came[backward] += 1
         if gradient is not None:
@@ -223,8 +227,8 @@ class ReturnedInputGradient:
 class ParameterGradient:
     """The gradient that one backward pass brings to one parameter.
 
-    Where a reentrant checkpoint runs backward passes inside the backward pass, the parameter gets
-    its gradient in parts, which are added up when the outer one ends.
+    A reentrant checkpoint runs backward passes inside the backward pass: the parameter then gets
+    its gradient in parts, which are added up when the outer pass ends.
     """
 
     def __init__(self, backwards: Backwards, emit: Callable[[Tensor, int], None]) -> None:

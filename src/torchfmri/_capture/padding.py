@@ -1,8 +1,12 @@
 """Which token positions are padding, while a model runs.
 
-A module that is handed a two-dimensional `attention_mask` sets the padding for everything that
-runs inside it; the modules inside it may be handed other masks (a four-dimensional one changes
-nothing, `None` means that nothing is padded).
+Inspections, Monitors, token gradients and routing follow it, so that padding is in no statistic. A
+module that is handed a two-dimensional `attention_mask` sets the padding for everything that runs
+inside it; the modules inside it may be handed other masks (a four-dimensional one changes nothing,
+`None` means that nothing is padded). Attach the taps first: their hooks must run inside ours. Each
+call that enters must leave, also after an exception. Ctrl-C can skip that, so a call that is
+entered a second time ends the first. A mask that cannot be aligned with a tensor leaves all
+positions in; it never guesses.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class TokenMask(NamedTuple):
     memory: Tensor | None = None
 
     def align(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """`tensor` with its token axes first and the mask over them; None without a token axis.
+        """Return `tensor` with its token axes first and the mask over them; None if it has none.
 
         Understands (b, s, ...), (b * s, w), (b, heads, s, ...) and, for integers, (b, s).
         """
@@ -46,6 +50,7 @@ class TokenMask(NamedTuple):
 
 
 def _align(kept: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the tensor and the mask over its leading axes; None if no axes match for certain."""
     b, s = kept.shape
     shape = tuple(tensor.shape) if not tensor.is_nested else ()
     kept = kept if kept.device == tensor.device else kept.to(tensor.device)
@@ -81,7 +86,7 @@ class Padding:
 
     Args:
         modules: Modules that are handed a mask; see `masked_modules`.
-        failed: Told of an error in a hook of ours; by default it comes through.
+        failed: Called with an error in a hook of ours; by default the error comes through.
 
     Attributes:
         running: The modules that run, and whether anything was padded at all.
@@ -118,6 +123,14 @@ class Padding:
         self.running.is_padded = False
 
 
+def _end_call(stack: list[_Inside], key: int) -> None:
+    """Take a module and those called inside it off the stack; nothing if it is not running."""
+    for index in range(len(stack) - 1, -1, -1):
+        if stack[index].module == key:
+            del stack[index:]
+            return
+
+
 class _Leave(Hook):
     """The forward hook of all these modules; a copy of a model takes it along as a no-op."""
 
@@ -128,14 +141,7 @@ class _Leave(Hook):
         self._running = running
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        stack, key = self._running[get_ident()], id(module)
-        if stack and stack[-1].module == key:  # nearly always
-            stack.pop()
-            return
-        for index in range(len(stack) - 1, -1, -1):
-            if stack[index].module == key:
-                del stack[index:]
-                break
+        _end_call(self._running[get_ident()], id(module))
 
 
 class _Enter(Hook):
@@ -161,10 +167,7 @@ class _Enter(Hook):
             return
         stack = self._running[get_ident()]
         # An interrupt ends a call without its forward hook: entered again, it is not running.
-        for index, inside in enumerate(stack):
-            if inside.module == key:
-                del stack[index:]
-                break
+        _end_call(stack, key)
         outer = stack[-1].mask if stack else None
         found = outer
         try:

@@ -1,8 +1,13 @@
 """Which layer is running, forward and backward, at any moment of one pass.
 
-Forward: hooks on the modules. Backward: every node of the autograd graph carries the number it got
-when it was made, so the layer that made it is known; a hook before each node says when it runs.
-Nodes belong to the graph of this pass and go with it.
+`RunningLayers` knows it for forward passes, and may be used for several in a row: `_attention`,
+check-ups and the search for a NaN in `_incidents` use it. `Position` is for one pass and knows the
+backward pass too: `_cost` uses it, and its clock needs `moved` at every change of the phase as
+well. The hook before a layer comes first of all its hooks and the one after it last, also if it
+raises, so that the stack is always right; keep this. Every node of the autograd graph carries the
+number it got when it was made, so the layer that made it is known; a hook before each node says
+when it runs. These hooks belong to the graph of the pass and go with it, and no node is kept: a
+custom Function's node holds what its forward put on `ctx`.
 """
 
 from __future__ import annotations
@@ -15,13 +20,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from torchfmri._model import each_once
+from torchfmri._model import each_once, named_layers
 from torchfmri._torch import (
+    NO_BACKWARD,
     Attached,
     Hook,
+    current_backward,
     flatten,
+    hooked,
     node_sequence_number,
     nodes_behind,
     sequence_number,
@@ -34,13 +44,71 @@ PAUSED = "paused"
 """We are at work ourselves, not the model."""
 
 
+def _around(
+    layers: Mapping[str, nn.Module], before: Callable[..., None], after: Callable[..., None]
+) -> Iterator[RemovableHandle]:
+    """Put a hook before and after each layer, both handed its name; yield what takes each off."""
+    for name, module in layers.items():
+        begin, end = Hook(partial(before, name), module), Hook(partial(after, name), module)
+        yield module.register_forward_pre_hook(begin, prepend=True)
+        yield module.register_forward_hook(end, always_call=True)
+
+
+class RunningLayers(Attached):
+    """The stack of layers that are running in a forward pass; a context manager.
+
+    Args:
+        model: The model.
+        returned: Called with the output whenever no layer is running any more. Not called if the
+            layer raised or returned None, nor when a checkpoint runs its part again.
+
+    Attributes:
+        stack: The layers that run now, the innermost last.
+        was_entered: Whether any layer has been called.
+        calls: How often each layer was called; not counted when a checkpoint runs its part again.
+    """
+
+    def __init__(self, model: nn.Module, returned: Callable[[object], None]) -> None:
+        self.stack: list[str] = []
+        self.was_entered = False
+        self.calls: Counter[str] = Counter()
+        self._model, self._returned = model, returned
+
+    def _attach(self, stack: ExitStack) -> None:
+        stack.callback(self.stack.clear)
+        layers = {
+            name: module
+            for name, module in each_once(named_layers(self._model)).items()
+            if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
+        }
+        stack.enter_context(hooked(_around(layers, self._before, self._after)))
+
+    def _before(self, name: str, *_: object) -> None:
+        self.was_entered = True
+        if current_backward() == NO_BACKWARD:
+            self.calls[name] += 1
+        self.stack.append(name)
+
+    def _after(self, _: str, __: nn.Module, ___: object, output: object) -> None:
+        if self.stack:
+            self.stack.pop()
+        # A checkpoint runs inner layers alone, and a layer that raised has None for its output.
+        if not self.stack and output is not None and current_backward() == NO_BACKWARD:
+            self._returned(output)
+
+
 class Position(Attached):
     """The `layer` and the `phase` that one pass is in now; a context manager.
 
     Args:
         layers: Name -> module; a module with several names goes by the first.
-        moved: Called after each change of `layer`.
+        moved: Called after each change of `layer` or `phase`, and when a layer is entered or left.
         returned: Called with a layer and its output, innermost layers first, in the forward pass.
+
+    Attributes:
+        layer: The innermost layer that runs now, or that made the node that runs; else `LOSS`.
+        phase: `FORWARD`, `BACKWARD` or `PAUSED`.
+        calls: How often each layer was called in the forward pass.
     """
 
     def __init__(
@@ -59,11 +127,7 @@ class Position(Attached):
 
     def _attach(self, stack: ExitStack) -> None:
         stack.callback(self._forget)
-        for name, module in self._layers.items():
-            before = Hook(partial(self._before, name), module)
-            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            after = Hook(partial(self._after, name), module)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        stack.enter_context(hooked(_around(self._layers, self._before, self._after)))
         self._note_start()
 
     @contextmanager
@@ -125,7 +189,7 @@ class Position(Attached):
         layers.append(self.layer)
 
     def _hook_nodes(self, nodes: Iterable[Any]) -> None:
-        """Let each node behind these, made in this thread, say when it runs."""
+        """Hook every node behind these that was made in this thread, to know when it runs."""
         numbers, layers = self._made.get(threading.get_ident(), ([0], [LOSS]))
         # Nodes are not kept: a custom Function's node holds what its forward put on `ctx`.
         for node in nodes_behind(nodes):

@@ -1,11 +1,14 @@
 """CAPTURE: hooks on modules that hand what they see to a sink, and that are always removed.
 
-Three kinds of hook, all chosen because they leave the numerics of the model bit-identical:
-forward hooks on modules (inputs, activations), tensor hooks on outputs and parameters
-(dL/d output, dL/d parameter) and node hooks on the autograd graph (dL/d input through one call).
-No backward hook of a module is used: those raise beside in-place operations.
+Inspections, Monitors, token gradients, scans and routing capture with it. Three kinds of hook, all
+chosen because they leave the numerics of the model bit-identical: forward hooks on modules (inputs,
+activations), tensor hooks on outputs and parameters (dL/d output, dL/d parameter) and node hooks on
+the autograd graph (dL/d input through one call). No backward hook of a module is used: it raises
+beside in-place operations.
 
-A tap knows nothing of statistics or storage: it calls a `Sink`.
+A tap knows nothing of statistics or storage: it calls a `Sink`. Calls and gradients are paired by
+`CallKey`, never by the order in which they come. `_ShortHook` and `after` run at every call of a
+watched layer: they are long for the sake of speed, so measure before you tidy them.
 """
 
 from __future__ import annotations
@@ -83,8 +86,8 @@ class Short(NamedTuple):
         modules: The layers.
         owners: Id of a module -> what `take` and `target` get for it.
         take: Takes an owner, arguments, keywords and output; returns what `arrived` is told of the
-            call, or None where it has to go the long way, on which `wanted` is asked.
-        arrived: Takes that, and the gradient of the output; None where autograd knows that it is
+            call, or None if it has to go the long way, on which `wanted` is asked.
+        arrived: Takes that, and the gradient of the output; None if autograd knows that it is
             zero. It may not raise.
         target: The target of an owner, for the long way.
     """
@@ -104,29 +107,29 @@ class Sink(Protocol):
     """
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
-        """The inputs or activations of a call, also where only their gradients are wanted."""
+        """Take the inputs or activations of a call, even if only their gradients are wanted."""
 
     def gradient(
         self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
     ) -> None:
-        """dL/d of one element that `values` got under this path; None withdraws an earlier one."""
+        """Take dL/d of an element that `values` got under this path; None withdraws one."""
         return
 
     def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
-        """A parameter, or the gradient that one backward pass brought to it."""
+        """Take a parameter, or the gradient that one backward pass brought to it."""
         return
 
     @abstractmethod
     def missed(self, layer: str, what: str, reason: str) -> None:
-        """Something that was asked for could not be captured."""
+        """Take note of what was asked for and could not be captured."""
 
     def noted(self, layer: str, text: str) -> None:
-        """Something was captured, with a reservation."""
+        """Take note of a reservation about what was captured."""
         return
 
     @abstractmethod
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
-        """The sink or the tap raised `error`; raise it again only outside of a backward pass."""
+        """Take an error of the sink or the tap; raise it again only outside of a backward pass."""
 
 
 class Taps(Attached):
@@ -255,6 +258,7 @@ class _Tap:
     # -- attaching ---------------------------------------------------------------------------
 
     def attach(self, hooks: HookSet) -> None:
+        """Put on the hooks that the wanted tensors need, and no other."""
         module = self._module()
         assert module is not None
         if isinstance(module, torch.jit.ScriptModule):
@@ -441,6 +445,7 @@ class _Tap:
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
     ) -> None:
+        """Listen for the gradients of what a call returned."""
         for path, tensor in elements:
             if not tensor.requires_grad:
                 continue
@@ -465,6 +470,7 @@ class _Tap:
     def _base_of(
         self, module: nn.Module, view: Tensor, what: str, seen: list[Element]
     ) -> BaseOfView:
+        """Return a watch on the base of a view, and whether others read that base, too."""
         base = view._base
         sharing = {id(each) for _, each in seen if each is base or each._base is base}
         plain = type(module).__module__.startswith("torch.nn.modules")
@@ -485,6 +491,11 @@ class _Tap:
         outputs: list[Element],
         inputs: list[Element],
     ) -> None:
+        """Listen for the gradient of each input, through this call only.
+
+        An input that is returned as it is has no node of this call: its gradient is that of the
+        output, less what readers before the call sent. Any other has one node per reader here.
+        """
         if len({edge.key for edge in frame.edges}) < len(frame.edges):
             self._note("takes one tensor as several inputs: each has the gradient of all of them")
         ends = _nodes([*outputs, *_kept_by(module)])

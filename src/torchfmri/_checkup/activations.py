@@ -1,4 +1,10 @@
-"""Nonlinearities: where they are flat, read from the layer or from the graph."""
+"""Nonlinearities: which function made a tensor, and where it is flat.
+
+`watcher`, `layer_logs` and `loss_reading` use it. A function is known by the class of its module or
+by the name of its autograd node; the names are PyTorch's own and may change between versions, so an
+unknown one means no answer. The points from which on a function counts as flat go with the cuts
+`FLAT_*` and `DEAD_*`, which were measured with them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,6 @@ TANH_FLAT = 0.97
 SIGMOID_FLAT = 1e-2
 """Share of the largest slope, 1/4."""
 
-RECTIFIERS = frozenset({"relu", "relu6", "gelu", "silu"})
-"""Functions with a side on which a unit is off; off for every sample is dead."""
 SQUASHERS = frozenset({"tanh", "sigmoid", "hardtanh"})
 """Functions with two flat ends."""
 

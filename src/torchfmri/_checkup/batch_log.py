@@ -1,4 +1,10 @@
-"""What the batches of a run have in common: size, repeats, classes, padding."""
+"""What the batches of a run have in common: size, repeats, classes, padding.
+
+`Checkup` adds every batch and asks for `DataFacts` at the end. It only reads the data, and gives up
+on large ones (`_MOST_VALUES`, `_MOST_SAMPLES`). Samples of few numbers, one-hot rows and small
+batches repeat by chance and are left out; sizes are in float64, because squares of large inputs
+overflow float32.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._checkup.copies import Split
+from torchfmri._checkup.users_step import Split
 from torchfmri._diagnosis import DataFacts, median
 from torchfmri._model import named_layers
 from torchfmri._torch import flatten
@@ -20,6 +26,7 @@ from torchfmri._torch import flatten
 LEAST_NUMBERS = 8
 """Samples of fewer numbers repeat by chance (a truth table has four)."""
 LEAST_CLASSES_BATCH = 8
+"""Smaller batches hold a single class by chance."""
 LEAST_AGAIN = 32
 """The number of repeated samples from which on their labels are compared."""
 _MOST_VALUES = 1 << 20
@@ -174,7 +181,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _padding_rows(model: nn.Module) -> dict[str, float]:
-    """Embedding -> rms of its padding row, where that is not 0."""
+    """Return, by embedding, the rms of its padding row if that is not 0."""
     found = {}
     for name, module in named_layers(model).items():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:

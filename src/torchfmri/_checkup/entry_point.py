@@ -1,21 +1,45 @@
-"""The door: `torchfmri.diagnose`."""
+"""`torchfmri.diagnose`, and the same for a whole training script.
+
+`diagnose` is public; its arguments and errors must stay. It runs copies inside `unchanged` and
+`spared_grad`, so the model, `.grad` and random state come back also after an error.
+`diagnose_script` serves the command line: the script runs as the user wrote it, on its own model,
+with a Monitor on the first model that trains. `_Enough` ends it and is a BaseException, so that an
+`except Exception` in the script does not catch it.
+"""
 
 from __future__ import annotations
 
 import math
+import runpy
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from torchfmri._arguments import check_callable, check_number, require
-from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside, untouched
 from torchfmri._checkup.run import Checkup
+from torchfmri._checkup.users_step import OwnStep, check_steps, untouched
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
-from torchfmri._model import spared_grad, switched_off, unchanged, unwrap
+from torchfmri._model import (
+    copy_training,
+    refuse_scripted,
+    shared_outside,
+    spared_grad,
+    switched_off,
+    unchanged,
+    unwrap,
+    whole_restorations,
+)
+from torchfmri._monitor import Monitor
 from torchfmri._text import listed
+from torchfmri._torch import hooked
 from torchfmri.exceptions import InspectionError
 
 
@@ -50,8 +74,8 @@ def diagnose(
         show: Whether to print the report.
 
     Raises:
-        InspectionError: There is no optimizer or batch, the model cannot be copied, or `step`
-            trains the model itself instead of the copy that it is given.
+        InspectionError: There is no optimizer or batch, the model cannot be copied, a layer is
+            TorchScript, or `step` trains the model itself instead of the copy that it is given.
 
     Examples:
         >>> import torch
@@ -66,15 +90,22 @@ def diagnose(
         probabilities_as_logits
     """
     if not isinstance(model, nn.Module):
-        raise InspectionError(f"diagnose takes an nn.Module, not {type(model).__name__}.")
+        raise InspectionError(
+            f"diagnose takes an nn.Module, not {type(model).__name__}. Give the model that you "
+            "train."
+        )
     if optimizer is None:
-        raise InspectionError("diagnose needs the optimizer that trains the model.")
+        raise InspectionError(
+            "diagnose needs the optimizer that trains the model. Give optimizer=, or a function of "
+            "the parameters that makes one."
+        )
     check_number("steps", steps, 1, "give the number of training steps to look at")
     check_callable("loss", loss, "give a loss module or function of output and target")
     check_callable("step", step, "give a function of model, batch and optimizer")
     meaning = "give batches to train on, such as a DataLoader or a list"
     runs = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     require(runs, "batches", batches, meaning)
+    refuse_scripted(model)
     started = time.perf_counter()
     name = type(unwrap(model)).__name__
     if switched_off():
@@ -90,8 +121,9 @@ def diagnose(
         spared_grad(model.parameters()),  # a loss may refer to the model itself
         untouched(model, optimizer, step, notes) as check,
     ):
-        copies = copy_all(model, optimizer, loss, step)
-        run = Checkup(model, copies, steps, notes)
+        copies = copy_training(model, optimizer, loss)
+        check_steps(copies.optimizers, step)
+        run = Checkup(model, copies, step, steps, notes)
         seen = run.observe(_endless(batches), check)
     diagnosis = Diagnosis(
         model=name,
@@ -117,7 +149,10 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
             found = again = True
             yield batch
         if not found:
-            raise InspectionError("There are no batches to diagnose with.")
+            raise InspectionError(
+                "There are no batches to diagnose with: the iterable is empty. Give a DataLoader "
+                "or a list of batches."
+            )
         if not again:
             return
 
@@ -134,3 +169,67 @@ def _facts(seen: Observation) -> dict[str, float]:
     if seen.steps is not None and math.isfinite(seen.steps.noise_scale):
         facts["gradient noise scale in samples"] = seen.steps.noise_scale
     return {name: value for name, value in facts.items() if math.isfinite(value)}
+
+
+class _Enough(BaseException):
+    """Ends the script when it has trained for long enough."""
+
+
+def diagnose_script(path: Path, steps: int) -> Diagnosis:
+    """Return the findings of a Monitor on the first model that a script trains.
+
+    The script runs as `python path` would run it, in this process and with its own optimizer:
+    what it writes, it writes.
+
+    Raises:
+        InspectionError: There is no such file, or it trains nothing.
+    """
+    if not path.is_file():
+        raise InspectionError(
+            f"There is no file {str(path)!r} here. Give the path of a training script, or "
+            "file.py:function."
+        )
+    monitors: list[Monitor] = []
+    stack = ExitStack()
+
+    def enough(*_: Any) -> None:
+        if monitors and len(monitors[0].history) >= steps:
+            raise _Enough
+
+    def entered(module: nn.Module, _: object) -> None:
+        trained = any(each.requires_grad for each in module.parameters())
+        if not monitors and torch.is_grad_enabled() and module.training and trained:
+            monitors.append(Monitor(module, on_nonfinite="continue").attach())
+            stack.callback(monitors[0].detach)
+
+    started = time.perf_counter()
+    hooks = (register_module_forward_pre_hook(each) for each in (entered, enough))
+    with whole_restorations(), _as_program(path), stack, hooked(hooks), suppress(_Enough):
+        runpy.run_path(str(path), run_name="__main__")
+    if not monitors:
+        raise InspectionError(
+            f"{path.name} has trained no model: no layer ran in training mode with gradients. Call "
+            "model.train() in it, or diagnose a function that makes model, batches, loss and "
+            "optimizer."
+        )
+    monitor = monitors[0]
+    return Diagnosis(
+        model=type(unwrap(monitor.model)).__name__,
+        findings=tuple(monitor.findings),
+        steps=len(monitor.history),
+        facts={},
+        seconds=time.perf_counter() - started,
+        history=monitor.history,
+    )
+
+
+@contextmanager
+def _as_program(path: Path) -> Iterator[None]:
+    """Let `sys.argv` and `sys.path` be those of a script that Python was started with."""
+    arguments, folders = sys.argv, list(sys.path)
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, folders

@@ -1,4 +1,11 @@
-"""Hooks on parameters and optimizers: which gradients arrive, and what becomes of them."""
+"""Hooks on parameters and optimizers: which gradients arrive, and what becomes of them.
+
+`Watcher` attaches it to the copy. It compares norms when backward leaves a gradient, before a
+GradScaler unscales it, and when the optimizer takes it: the ratios show clipping, clearing and
+stale gradients. Norms are in float64, because squares of large gradients overflow float32. A
+non-finite gradient raises `Lost` before the weights are touched, so that the step can be run again
+from the same weights.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchfmri._checkup.copies import Lost
+from torchfmri._checkup.users_step import Lost
+from torchfmri._checkup.weights import real
 from torchfmri._diagnosis import Notes
 
-_SAMPLE = 4096
+_SAMPLE = 4096  # about how many values of a gradient are kept per step
 _MOST_SAMPLES = 25
 
 
@@ -39,7 +47,7 @@ class GradientWatch:
         flushed: The layers whose float16 gradient was 0 when last seen.
         samples: Evenly spaced values of the gradient, step by step.
         scaled_clip: By what gradients were multiplied between backward and the unscaling of a
-            GradScaler, at the last step that was looked at in detail; nan where there is none.
+            GradScaler, at the last step that was looked at in detail; nan if there is none.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -77,15 +85,15 @@ class GradientWatch:
             yield optimizer.register_step_post_hook(self._after_update)
 
     def _hook(self, name: str, parameter: Tensor) -> Iterator[RemovableHandle]:
-        guard = self._notes.guard(f"The gradient of {name!r}")
+        part = f"The gradient of {name!r}"
         self.kinds[name] = "none"
 
         def arrives(gradient: Tensor) -> None:
-            with guard:
+            with self._notes.guard(part):
                 self._arrives(name, parameter, gradient)
 
         def arrived(_: Tensor) -> None:
-            with guard:
+            with self._notes.guard(part):
                 self._arrived(name, parameter)
 
         yield parameter.register_hook(arrives)  # type: ignore[no-untyped-call]
@@ -95,13 +103,11 @@ class GradientWatch:
 
     def _arrives(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         identity = id(parameter)
-        if identity in self._used:  # the optimizer has had what is there
+        if identity in self._used:  # the optimizer has already used this gradient
             self._used.discard(identity)
             left = parameter.grad
-            if left is not None and bool((left != 0).any()):
-                self._tainted.add(identity)
-            else:
-                self._tainted.discard(identity)
+            is_left = left is not None and bool((left != 0).any())
+            (self._tainted.add if is_left else self._tainted.discard)(identity)
         elif parameter.grad is None:
             self._tainted.discard(identity)
         if gradient.dtype == torch.float16:
@@ -127,10 +133,7 @@ class GradientWatch:
         some = int((values > 0).sum())
         before = self.half.get(name, (0, 0))
         self.half[name] = (before[0] + small, before[1] + some)
-        if some == 0:
-            self.flushed.add(name)
-        else:
-            self.flushed.discard(name)
+        (self.flushed.discard if some else self.flushed.add)(name)
 
     # -- the optimizer -----------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class GradientWatch:
         self._sample(found)
 
     def is_unscaled(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
-        """A GradScaler is about to multiply these by a factor, 1 / its scale."""
+        """Take in that a GradScaler is about to multiply these by a factor, 1 / its scale."""
         self._unscaling = float(factor)
         after = math.sqrt(sum(_norm(each) ** 2 for each in gradients))
         before = math.sqrt(sum(each**2 for each in self._raw.values()))
@@ -169,7 +172,7 @@ class GradientWatch:
         """Keep evenly spaced values of the gradient, to tell its noise from its mean."""
         share = max(1, sum(each.numel() for each in parameters) // _SAMPLE)
         parts = [
-            _real(each.grad.detach()).flatten()[::share].float()
+            real(each.grad.detach()).flatten()[::share].float()
             for each in parameters
             if each.grad is not None and not each.grad.is_sparse
         ]
@@ -200,10 +203,6 @@ def _is_finite(gradient: Tensor | None) -> bool:
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-
-
-def _real(values: Tensor) -> Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _clip_factor(before: float, after: float) -> float:

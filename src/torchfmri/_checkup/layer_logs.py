@@ -1,4 +1,9 @@
-"""What single layers did, call by call: units that were ever on, batches that norms were given."""
+"""What single layers did, call by call: units that were ever on, batches that norms were given.
+
+`Watcher` adds calls, `Checkup` asks for the result. Several calls of a layer in one step are
+merged, weighted by their samples. A unit is judged over a window of at least `LEAST_SAMPLES`
+samples and `LEAST_STEPS` steps; with fewer, chance switches units off.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,6 @@ from torchfmri._diagnosis import NormFacts, UnitActivity
 
 LEAST_SAMPLES = 256
 LEAST_STEPS = 10
-DORMANT = 0.025
-"""Mean activity of a unit relative to its layer's (the dormant neuron of Sokar et al. 2023)."""
 _SUBSTANTIAL = 0.1
 
 
@@ -27,8 +30,8 @@ class UnitLog:
 
     Attributes:
         layer: Where it is.
-        source: What feeds it.
-        reader: What reads its result, where it is a function and `layer` is what feeds it.
+        source: The layer that feeds it.
+        reader: The layer that reads the result, if a function and not a layer made it.
         function: Its name.
         channels_first: Whether units are axis 1, as after a convolution.
     """
@@ -41,7 +44,6 @@ class UnitLog:
     reader: str = ""
     _on: dict[int, np.ndarray] = field(default_factory=dict)
     _samples: dict[int, int] = field(default_factory=dict)
-    _size: dict[int, np.ndarray] = field(default_factory=dict)
     _flat: dict[int, float] = field(default_factory=dict)
 
     def add(self, step: int, x: Tensor | None, y: Tensor) -> None:
@@ -59,19 +61,16 @@ class UnitLog:
             if len(others) == 1
             else (~flat).movedim(axis, 0).flatten(1).any(1)
         )
-        size = y.abs().float().mean(dim=others).cpu().numpy()
         active = on.cpu().numpy()
         samples = y.numel() // y.shape[axis]
         share = float(flat.to(torch.float32).mean())
         if step in self._on and len(self._on[step]) == len(active):
             before = self._samples[step]
             self._on[step] = self._on[step] | active
-            self._size[step] = (self._size[step] * before + size * samples) / (before + samples)
             self._flat[step] = (self._flat[step] * before + share * samples) / (before + samples)
             self._samples[step] = before + samples
         else:
-            self._on[step], self._size[step] = active, size
-            self._flat[step], self._samples[step] = share, samples
+            self._on[step], self._flat[step], self._samples[step] = active, share, samples
 
     def activity(self) -> UnitActivity | None:
         """Return what the units did over the run; None if nothing was seen."""
@@ -82,8 +81,6 @@ class UnitLog:
         steps = [step for step in steps if len(self._on[step]) == units]
         window = self._window(steps)
         silent = ~np.logical_or.reduce([self._on[step] for step in window])
-        size = np.mean([self._size[step] for step in window], axis=0)
-        dormant = int((size < DORMANT * size.mean()).sum()) if size.mean() > 0 else units
         return UnitActivity(
             layer=self.layer,
             source=self.source,
@@ -93,7 +90,6 @@ class UnitLog:
             steps=len(window),
             silent=int(silent.sum()),
             first_silent=self._first_silent(steps, silent),
-            dormant=dormant,
             flat=dict(self._flat),
             is_last=self.is_last,
             reader=self.reader,
@@ -143,12 +139,9 @@ class NormLog:
         """Return what most of its calls were like, and what it will use in evaluation."""
         training, samples, values = self._calls.most_common(1)[0][0]
         mean, variance = self.module.running_mean, self.module.running_var
-        untouched = (
-            mean is not None
-            and variance is not None
-            and bool((mean == 0).all())
-            and bool((variance == 1).all())
-        )
+        untouched = False
+        if mean is not None and variance is not None:
+            untouched = bool((mean == 0).all() & (variance == 1).all())
         momentum = self.module.momentum
         return NormFacts(
             layer=self.layer,

@@ -1,4 +1,9 @@
-"""What the graph behind a loss holds: trainable tensors that nobody trains, skip connections."""
+"""What the graph behind a loss holds: trainable tensors that nobody trains, skip connections.
+
+`Checkup` looks at the first two steps. A tensor that a step makes for itself is a new one at the
+next step, so only leaves that stay are reported. Walks over the graph are bounded (`_BRANCH`): in a
+deep residual net the cost would otherwise grow with the square of the depth.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._checkup.copies import Copies
 from torchfmri._checkup.watcher import Watcher
+from torchfmri._model import TrainingCopies
 from torchfmri._torch import nodes_behind
 
 _BRANCH = 256
@@ -22,14 +27,14 @@ class Leaves:
     one at the next step; what stays is a weight.
 
     Args:
-        copies: What runs.
+        copies: The copies that run.
         watcher: Knows the inputs of the step.
 
     Attributes:
         has_residual: Whether something is added to what it was computed from.
     """
 
-    def __init__(self, copies: Copies, watcher: Watcher) -> None:
+    def __init__(self, copies: TrainingCopies, watcher: Watcher) -> None:
         self._copies, self._watcher = copies, watcher
         self._strange: dict[int, Tensor] | None = None
         self._looks = 0

@@ -1,4 +1,9 @@
-"""What the loss of the first step does with the output: facts from the watcher and the batch."""
+"""What the loss of the first step does with the output, as facts for the diagnosis.
+
+`Checkup` calls `loss_facts` once, after the first step, with what `LossWatch` and `Watcher` saw.
+`score_of` calls the user's loss again on made-up outputs, on a copy and with random state restored,
+so that it leaves no trace.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._checkup.activations import RANGES, SQUASHERS, function_behind, share_outside
-from torchfmri._checkup.copies import Split
 from torchfmri._checkup.loss_watch import LossWatch
+from torchfmri._checkup.users_step import Split
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import relative_size
 from torchfmri._diagnosis import ConstantLayer, LossFacts
@@ -50,7 +55,8 @@ def loss_facts(
             log.is_last = made and log.function == function
         if watcher.last_detailed is not None:
             watcher.last_detailed.softmaxes.against(tensors[0], target)
-    bounded = function in SQUASHERS and seen.logit_range is not None and _is_within(seen)
+    lowest, highest = seen.logit_range or (-math.inf, math.inf)
+    bounded = function in SQUASHERS and lowest >= -1 and highest <= 1
     known = target if target_is_known else None
     misread = _misread(watcher, seen, function)
     function, outside, reach = _range_left(watcher, seen, function, known)
@@ -95,7 +101,7 @@ def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float
     Args:
         loss: A function of output and target.
         output: What the model returned.
-        target: What it was compared with.
+        target: The target that the output was compared with.
         squashed: Whether outputs are probabilities, and not logits.
     """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not callable(loss):
@@ -135,11 +141,6 @@ def _misread(watcher: Watcher, seen: LossWatch, function: str) -> tuple[str, str
     return misread
 
 
-def _is_within(seen: LossWatch) -> bool:
-    assert seen.logit_range is not None
-    return seen.logit_range[0] >= -1 and seen.logit_range[1] <= 1
-
-
 def what_targets_are(seen: LossWatch, parts: Split) -> str:
     """Whether the class numbers of a cross entropy are the input, or what comes next in it.
 
@@ -151,9 +152,7 @@ def what_targets_are(seen: LossWatch, parts: Split) -> str:
         for each in flatten((parts.arguments, dict(parts.keywords)))
         if each.tensor.ndim == 2 and not each.tensor.is_floating_point()
     }
-    tokens = [
-        each for path, each in texts.items() if "label" not in path and int(each.max()) > 1
-    ]  # fmt: skip
+    tokens = [each for path, each in texts.items() if "label" not in path and int(each.max()) > 1]
     if compared is None or len(tokens) != 1 or tokens[0].shape[1] < _LEAST_TEXT:
         return ""
     ids = tokens[0].detach().to(compared.device)

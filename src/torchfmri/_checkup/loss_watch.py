@@ -1,4 +1,11 @@
-"""What a loss takes its inputs for, read from its operations."""
+"""What a loss takes its inputs for, read from its operations.
+
+`OperationWatch` hands it each operation below autograd. It knows losses by the names of ATen
+operations; `kl_div` has none and is recognised by its parts, t log t - t x. Operations inside the
+model are looked at too where only a loss has them. `release` must be called after the step, since
+it holds the step's tensors. A new loss is an entry of the tables at the top, or a method beside
+`_look_at_nll`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ class LossWatch:
     Attributes:
         classes: The number of classes of the cross entropy, if there is one.
         cross_entropy: Its mean in nats.
-        misread: What the output is taken for, and what it is.
+        misread: What the loss expects, and what it gets.
         broadcast: Two shapes that a comparison in the loss blew up, and the result's.
         inner: The value of the last built-in loss.
         ignored: The target that a cross entropy leaves out; None if there is no cross entropy.

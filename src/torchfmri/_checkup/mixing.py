@@ -1,4 +1,10 @@
-"""Whether what a model says about one sample depends on the others."""
+"""Whether what a model says about one sample depends on the others.
+
+`Checkup` calls `mixed_share` once, after the run, on the copy. It exchanges one sample and compares
+the outputs of the others, in evaluation mode. It returns nan wherever the comparison would mean
+nothing (sequences, graphs, random outputs): a false alarm here would accuse a right model. Add a
+reason to return nan freely; remove one only with a healthy model that shows it is not needed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """What single operations do: how attention spreads, what softmaxes run over, who reads whom.
 
-A dispatch mode sees each operation below autograd, whatever the code above it is called. It is on
-for a few steps of a check-up only.
+`Watcher` opens an `OperationWatch` for about six steps of a run. A dispatch mode sees each
+operation below autograd, whatever the code above is called. Tensors are known by id or memory
+address, so everything that is looked up must be kept alive until `release`: a freed address is used
+again within the step. New operations are entries of the name tables at the top.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ _ATTENTION = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+# Losses that compare output and target number by number.
 _NUMBER_BY_NUMBER = ("binary_cross_entropy", "mse_loss")
 LEAST_KEYS = 4
 """Entropy over fewer keys says little."""
@@ -47,7 +50,7 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         where: The layer that is running, "" outside of the model.
         step: The number of the step.
         notes: Takes down what fails in here.
-        samples: How many samples the batch has; 0 where another axis is as long.
+        samples: How many samples the batch has; 0 if another axis is as long.
         unscaling: Told the gradients that a GradScaler is about to multiply, and by what.
 
     Attributes:
@@ -68,7 +71,7 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._unscaling = unscaling
         self._where, self._step = where, step
-        self._guard = notes.guard("Some operation")
+        self._notes = notes
         self.in_loss = False
         self.heads: list[HeadActivity] = []
         self.loss = LossWatch()
@@ -79,7 +82,7 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         self._logits: dict[int, Tensor] = {}
 
     def made(self, layer: str, output: Tensor) -> None:
-        """A layer returned this; from now on somebody may read it."""
+        """Take in what a layer returned, which other layers may read from now on."""
         if output.layout == torch.strided:
             self._makers[output.untyped_storage().data_ptr()] = layer
             self._kept.append(output)  # so that its memory is not used again in this step
@@ -101,10 +104,10 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and look at what came of it."""
         if self._unscaling is not None and func.overloadpacket.__name__ == _UNSCALE:
-            with self._guard:
+            with self._notes.guard("Some operation"):
                 self._unscaling(args[0], args[2])
         result = func(*args, **(kwargs or {}))
-        with self._guard:
+        with self._notes.guard("Some operation"):
             self._look(func.overloadpacket.__name__, args, kwargs or {}, result)
         return result
 
@@ -166,18 +169,15 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         if not torch.is_grad_enabled() or result.ndim == 0:
             return  # in backward, and for targets, it may run over anything
-        axis = int(args[1]) % result.ndim
-        self.softmaxes.add(
-            Softmax(
-                layer=self._where(),
-                axis=axis,
-                result=result,
-                of_scores=of_scores,
-                in_loss=self.in_loss,
-                function=function,
-            ),
-            isinstance(args[0], nn.Parameter),
+        softmax = Softmax(
+            layer=self._where(),
+            axis=int(args[1]) % result.ndim,
+            result=result,
+            of_scores=of_scores,
+            in_loss=self.in_loss,
+            function=function,
         )
+        self.softmaxes.add(softmax, isinstance(args[0], nn.Parameter))
 
     def _add_heads(self, logits: Tensor, probabilities: Tensor) -> None:
         found = head_activity(self._where(), self._step, logits, probabilities)

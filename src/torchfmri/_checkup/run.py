@@ -1,4 +1,11 @@
-"""The run of a check-up: steps on copies, observed, as long as numbers are finite."""
+"""The run of a check-up: steps on copies, observed, as long as numbers are finite.
+
+`entry_point` makes a `Checkup` and asks it to `observe`. A step that loses its numbers is run again
+from the same random state, buffers and weights, operation by operation, to find the origin;
+therefore state is kept before each step, and no optimizer may step in the second run. Our own code
+runs inside guards; the user's model, loss and step do not, so their errors reach the user as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +21,11 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar
 from torchfmri._checkup.batch_log import BatchLog
-from torchfmri._checkup.copies import Copies, Lost, Split, loss_of, split_batch
 from torchfmri._checkup.leaves import Leaves
 from torchfmri._checkup.loss_reading import constant_layers, loss_facts, parts_of, score_of
 from torchfmri._checkup.mixing import mixed_share
-from torchfmri._checkup.step_log import StepLog
-from torchfmri._checkup.watcher import Watcher
+from torchfmri._checkup.users_step import Lost, OwnStep, Split, loss_in_step, split_batch
+from torchfmri._checkup.watcher import StepLog, Watcher
 from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
 from torchfmri._diagnosis import (
     ConstantLayer,
@@ -38,6 +44,7 @@ from torchfmri._diagnosis import (
 from torchfmri._incidents import Buffers, find_origin
 from torchfmri._model import (
     RandomState,
+    TrainingCopies,
     compiled_code_as_eager,
     copy_of_data,
     random_state,
@@ -55,14 +62,23 @@ class Checkup:
 
     Args:
         original: The user's model, whose weights are those before the first step.
-        copies: What to run.
+        copies: The copies to run.
+        own_step: The user's own training step, or None.
         steps: How many steps at most.
         notes: Takes down what fails in the watching itself.
     """
 
-    def __init__(self, original: nn.Module, copies: Copies, steps: int, notes: Notes) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        copies: TrainingCopies,
+        own_step: OwnStep | None,
+        steps: int,
+        notes: Notes,
+    ) -> None:
         self._notes = notes
         self._original, self._copies, self._steps = original, copies, steps
+        self._own_step = own_step
         self._structure: Structure = describe(copies.model, copies.optimizers)
         self._monitor = Monitor(copies.model, copies.optimizers, watch="*", history=steps + 1)
         self._watcher = Watcher(copies.model, copies.optimizers, self._structure, notes)
@@ -92,7 +108,7 @@ class Checkup:
         return self._monitor.history
 
     def observe(self, batches: Iterator[Any], check: Callable[[], None]) -> Observation:
-        """Run, and say what was seen; `check` is asked after each step."""
+        """Run the steps and return what was observed; `check` is called after each step."""
         every = max(1, self._steps // 5)
         with self._watcher.attached(), compiled_code_as_eager():
             for number in range(self._steps):
@@ -115,7 +131,7 @@ class Checkup:
     def _take_step(self, number: int, batch: Any, detailed: bool) -> bool:
         """Whether the run can go on."""
         copies, watcher = self._copies, self._watcher
-        split = None if copies.own_step is not None else split_batch(batch, copies.loss)
+        split = None if self._own_step is not None else split_batch(batch, copies.loss)
         with self._notes.guard("A batch"):
             self._batches.add(parts_of(batch, split))
         state = random_state()
@@ -145,13 +161,8 @@ class Checkup:
                 self._softmaxes = watcher.last_detailed.softmaxes.misplaced
                 self._constants = constant_layers(watcher)
             watcher.last_detailed.release()
-        if (
-            not lost
-            and isinstance(value, Tensor)
-            and not bool(torch.isfinite(value.detach()).all())
-        ):
-            lost = True
-        updated = not lost and not self._weights_are_finite()
+        lost = lost or (isinstance(value, Tensor) and not _is_finite(value))
+        updated = not lost and not all(map(_is_finite, self._copies.model.parameters()))
         if lost or updated:
             self._trace_back(number, batch, split, state, updated)
             return False
@@ -166,7 +177,7 @@ class Checkup:
         if not value.requires_grad:
             self._loss_has_graph = False
             return value
-        if not bool(torch.isfinite(value.detach())):
+        if not _is_finite(value):
             raise Lost
         value.backward()  # type: ignore[no-untyped-call]
         for optimizer in copies.optimizers:
@@ -175,21 +186,19 @@ class Checkup:
 
     def _forward(self, split: Split) -> Tensor:
         output = self._copies.model(*split.arguments, **split.keywords)
-        return loss_of(output, split.target, self._copies.loss)
+        return loss_in_step(output, split, self._copies.loss)
 
     def _own(self, batch: Any) -> Any:
         copies = self._copies
-        assert copies.own_step is not None
+        assert self._own_step is not None
         optimizers = copies.optimizers[0] if len(copies.optimizers) == 1 else copies.optimizers
-        value = copies.own_step(copies.model, batch, optimizers)
+        value = self._own_step(copies.model, batch, optimizers)
         if value is not None and not isinstance(value, (Tensor, float, int)):
             raise InspectionError(
-                f"step= should return the loss (or nothing), not {type(value).__name__}."
+                f"step= returned {type(value).__name__}. Return the loss, as a tensor or a number, "
+                "or nothing."
             )
         return check_scalar(value) if isinstance(value, Tensor) else value
-
-    def _weights_are_finite(self) -> bool:
-        return all(bool(torch.isfinite(each).all()) for each in self._copies.model.parameters())
 
     def _trace_back(
         self, number: int, batch: Any, split: Split | None, state: RandomState, updated: bool
@@ -225,15 +234,11 @@ class Checkup:
 
     def _bad_update(self, number: int) -> Finding:
         """Return the finding about weights that only the update made non-finite."""
-        bad = [
-            name
-            for name, each in parameters_of(self._copies.model).items()
-            if not bool(torch.isfinite(each.detach()).all())
-        ]
-        layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
+        parameters = parameters_of(self._copies.model)
+        bad = [name for name, each in parameters.items() if not _is_finite(each)]
         return alarm(
             "nonfinite_update",
-            layers=layers,
+            layers=tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad)),
             step=number + 1,
             text=f"Loss and gradients of step {number} were finite, and {bad[0]!r} was not after "
             "optimizer.step(): the optimizer made it.",
@@ -288,9 +293,6 @@ class Checkup:
             called=tuple(watcher.called),
             without_graph=frozenset(watcher.without_graph),
             consumed=frozenset(self._consumed),
-            reached=frozenset(
-                name for name, kind in watcher.gradients.kinds.items() if kind != "none"
-            ),
             unregistered=self._leaves.unregistered(),
             loss_has_graph=self._loss_has_graph,
             linear_pairs=tuple(watcher.linear_pairs),
@@ -342,5 +344,9 @@ class Checkup:
         return found
 
 
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values.detach()).all())
+
+
 def _no_step(*_: Any, **__: Any) -> None:
-    """Stands for an optimizer's step while a step is traced back."""
+    """Do nothing: it replaces an optimizer's step while a training step is traced back."""

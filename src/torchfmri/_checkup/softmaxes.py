@@ -1,4 +1,12 @@
-"""Softmaxes of a step: the axis each runs over, and the axis that its result is used along."""
+"""Softmaxes of a step: the axis each runs over, and the axis that its result is used along.
+
+`OperationWatch` makes one `SoftmaxLog` per step and tells it what runs; `loss_reading` then asks
+`against` and `of_one`, and reads `above_one`; `run` reads `misplaced`; `loss_watch` uses
+`distribution_axes`. A softmax is found again by the memory of its result, so results are kept until
+`release`, and everything that looks for a softmax must be asked before. The axis is only judged if
+a product, a loss or the targets imply one: slots, capsules and bags use other axes on purpose. The
+tolerances may be changed with the tests of rounded dtypes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,7 @@ from torch import Tensor
 from torchfmri._diagnosis import MisplacedSoftmax
 
 _TOLERANCE, _COARSE = 1e-3, 0.05
-"""bfloat16 sums of many small numbers are off by about 0.01."""
+"""Tolerances for sums of weights. Sums of many small bfloat16 numbers are off by about 0.01."""
 _LEAST_RIGHT = 0.5
 """Rows without a single key sum to 0; most rows have some."""
 
@@ -41,7 +49,13 @@ class SoftmaxLog:
     """The softmaxes of one step, found again through views and copies.
 
     Args:
-        samples: How many samples the batch has; 0 where another axis is as long.
+        samples: How many samples the batch has; 0 if another axis has the same length, so that the
+            batch axis cannot be told by its length.
+
+    Attributes:
+        misplaced: Softmaxes over an axis that is not the one their result is used along.
+        above_one: The largest share of rows of a target that sum to more than 1, among the targets
+            that a loss compared with a softmax number by number.
     """
 
     def __init__(self, samples: int) -> None:
@@ -73,7 +87,7 @@ class SoftmaxLog:
         return self._of.get(_memory(tensor)) if tensor.layout == torch.strided else None
 
     def contracted(self, one: Tensor, other: Tensor) -> None:
-        """Look at a product of matrices: weights from scores should sum to 1 where they are summed.
+        """Look at a product of matrices: do weights from scores sum to 1 along the summed axis?
 
         Elsewhere (clusters, capsules) a softmax may well run over another axis on purpose.
         """
@@ -86,7 +100,7 @@ class SoftmaxLog:
             tolerance = _COARSE if is_coarse else _TOLERANCE
             right = ((sums - 1).abs() < tolerance).float().mean()
             if bool(torch.isfinite(sums).all()) and float(right) < _LEAST_RIGHT:
-                self._note(softmax, _axis(softmax), "the keys")
+                self._note(softmax, f"axis {softmax.axis}", "the keys")
 
     def compared(self, output: Tensor, target: Tensor) -> None:
         """Look at what a loss compares number by number: do targets sum to more than 1?"""
@@ -95,18 +109,19 @@ class SoftmaxLog:
             return
         if softmax.result.shape == output.shape and softmax.function == "softmax":
             sums = target.detach().float().sum(softmax.axis)
-            self.above_one = float((sums > 1 + _COARSE).float().mean())
+            share = float((sums > 1 + _COARSE).float().mean())
+            self.above_one = max(self.above_one, share)  # a loss may have several parts
 
     def of_one(self, output: Tensor | None) -> list[Softmax]:
-        """Return the softmaxes over a single number that make the output or what the loss reads.
+        """Return softmaxes over an axis of length 1 that made the output or ran in the loss.
 
-        Inside of a model there may well be one key, one expert or one head.
+        Inside a model a single key, expert or head is normal.
         """
         made = None if output is None else self.of(output)
         return [each for each in self._of_one if each.in_loss or each is made]
 
     def against(self, output: Tensor, target: Tensor | None) -> None:
-        """Compare with the model's output, and with the axis that targets say is the classes'."""
+        """Compare each softmax's axis with the class axis that the targets imply."""
         if output.ndim == 0 or output.shape[0] != self._samples:
             # One answer for all that was given (a bag, a graph): these are not samples.
             self.misplaced = [each for each in self.misplaced if each.wanted]
@@ -121,7 +136,7 @@ class SoftmaxLog:
             same = softmax.result.shape == output.shape
             told = softmax.axis == 0 and (self._samples > 0 or _is_square(output))
             if same and softmax.axis != classes and not told:
-                self._note(softmax, _axis(softmax), f"the classes (axis {classes})")
+                self._note(softmax, f"axis {softmax.axis}", f"the classes (axis {classes})")
 
     def release(self) -> None:
         """Let go of what was kept; what was found stays."""
@@ -132,17 +147,15 @@ class SoftmaxLog:
     def _note(self, softmax: Softmax, over: str, wanted: str) -> None:
         if any(each.layer == softmax.layer and each.over == over for each in self.misplaced):
             return
-        shape = tuple(softmax.result.shape)
-        self.misplaced.append(
-            MisplacedSoftmax(
-                layer=softmax.layer,
-                axis=softmax.axis,
-                shape=shape,
-                over=over,
-                wanted=wanted,
-                in_loss=softmax.in_loss,
-            )
+        found = MisplacedSoftmax(
+            layer=softmax.layer,
+            axis=softmax.axis,
+            shape=tuple(softmax.result.shape),
+            over=over,
+            wanted=wanted,
+            in_loss=softmax.in_loss,
         )
+        self.misplaced.append(found)
 
 
 def class_axis(shape: Sequence[int], target: Tensor) -> int | None:
@@ -164,21 +177,23 @@ def class_axis(shape: Sequence[int], target: Tensor) -> int | None:
 
 
 def distribution_axes(values: Tensor) -> list[int]:
-    """Return the axes along which every row is a distribution: in [0, 1], with sum 1."""
+    """Return the axes along which every row is a distribution: in [0, 1], with sum 1.
+
+    The sum may be off by what rounding to the dtype of `values` explains, so do not widen it
+    before.
+    """
+    # Each number is off by some roundings of itself, and all of them sum to 1.
+    epsilon = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+    tolerance = max(_TOLERANCE, 2 * epsilon)
     rows = values.detach().float()
     if rows.ndim == 0 or not rows.numel() or bool(((rows < 0) | (rows > 1)).any()):
         return []
-    return [
-        axis for axis in range(rows.ndim) if bool(((rows.sum(axis) - 1).abs() < 1e-3).all())
-    ]  # fmt: skip
+    sums = [rows.sum(axis) for axis in range(rows.ndim)]
+    return [axis for axis, each in enumerate(sums) if bool(((each - 1).abs() < tolerance).all())]
 
 
 def _is_square(output: Tensor) -> bool:
     return output.shape[0] in output.shape[1:]
-
-
-def _axis(softmax: Softmax) -> str:
-    return f"axis {softmax.axis}"
 
 
 def _memory(tensor: Tensor) -> int:

@@ -1,22 +1,39 @@
-"""The hooks of a check-up on every layer of a copy."""
+"""The hooks of a check-up on every layer of a copy, and the log of its steps.
+
+`Checkup` attaches a `Watcher` and reads its attributes afterwards. Hooks run inside guards and only
+look. Values inside vmap (`is_transformed`) cannot be read and are skipped. A layer's output is
+known by its autograd node, which a view or a bias addition replaces; `makes` and `_maker` look a
+few nodes back, and further back would name the wrong layer. What is recorded may grow freely; a
+hook must never change or keep what the model computes, beyond the step.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchfmri._capture import RunningLayers
 from torchfmri._checkup.activations import function_behind, function_of_module
 from torchfmri._checkup.gradient_watch import GradientWatch
 from torchfmri._checkup.layer_logs import NormLog, UnitLog, normalises_one
 from torchfmri._checkup.operations import OperationWatch
-from torchfmri._checkup.weights import growth_in_time, relative_spread, rms, spread
-from torchfmri._diagnosis import MATRIX_LAYERS, NORM_LAYERS, Notes, Structure, parameters_of
+from torchfmri._checkup.weights import growth_in_time, noise_scale, relative_spread, rms, spread
+from torchfmri._diagnosis import (
+    MATRIX_LAYERS,
+    NORM_LAYERS,
+    Notes,
+    StepFacts,
+    Structure,
+    parameters_of,
+)
 from torchfmri._model import each_once, named_layers
 from torchfmri._torch import flatten, hooked, is_transformed
 
@@ -31,7 +48,7 @@ class Watcher:
     Args:
         model: The copy.
         optimizers: The optimizers that train it.
-        structure: What it is made of.
+        structure: The layers and parameters of the copy.
         notes: Collects errors that are raised in the hooks.
     """
 
@@ -45,7 +62,7 @@ class Watcher:
         self._notes = notes
         self._model, self._optimizers, self._structure = model, optimizers, structure
         self._layers = named_layers(model)
-        self._stack: list[str] = []
+        self._running = RunningLayers(model, lambda _: None)
         self.step = 0
         self.detailed: OperationWatch | None = None
         self.inputs: dict[int, Tensor] = {}
@@ -73,7 +90,7 @@ class Watcher:
     @contextmanager
     def attached(self) -> Iterator[Watcher]:
         """Keep the hooks on while the block runs."""
-        with hooked(self._put_on()):
+        with self._running, hooked(self._put_on()):  # in this order: `here` is known in hooks
             yield self
 
     def _put_on(self) -> Iterator[RemovableHandle]:
@@ -89,7 +106,7 @@ class Watcher:
         self.gradients.begin_step()
         self.trains = None
         self._nodes.clear()
-        self._stack.clear()
+        self._running.stack.clear()
         self.inputs = {
             each.tensor.untyped_storage().data_ptr(): each.tensor
             for each in flatten(batch)
@@ -124,24 +141,21 @@ class Watcher:
 
     def here(self) -> str:
         """Return the innermost layer that is running; "" outside of the model."""
-        return self._stack[-1] if self._stack else ""
+        return self._running.stack[-1] if self._running.stack else ""
 
     def _hook_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        guard = self._notes.guard(f"Layer {name!r}" if name else "The model")
+        part = f"Layer {name!r}" if name else "The model"
 
         def enter(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            self._stack.append(name)
             if torch.is_grad_enabled() or module.training:
                 self.called.setdefault(name)
             if name == "" and torch.is_grad_enabled():
                 self.last_call = arguments, keywords
-            with guard:
+            with self._notes.guard(part):
                 self._enter(name, module, arguments)
 
         def leave(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            if self._stack and self._stack[-1] == name:
-                self._stack.pop()
-            with guard:
+            with self._notes.guard(part):
                 self._leave(name, module, arguments, output)
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -248,6 +262,64 @@ class Watcher:
             channels = isinstance(fed_by, _CONVOLUTIONS) or isinstance(near, _CONVOLUTIONS)
             self.units[key] = UnitLog(name, source, function, channels, reader=reader)
         return self.units[key]
+
+
+class StepLog:
+    """Collects what each step of a run did between backward and its end."""
+
+    def __init__(self) -> None:
+        self._numbers: list[tuple[float, float]] = []
+        self._flags: list[tuple[bool, bool, bool, bool, bool]] = []
+        self._rates: list[Sequence[float]] = []
+        self._passes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._rates)
+
+    def add(self, seen: GradientWatch, rates: Sequence[float], trains: bool | None) -> None:
+        """Take in a step: what its gradients did, each group's rate, and the mode it ran in."""
+        self._numbers.append((seen.clip, seen.norm))
+        self._flags.append((seen.stale, seen.stepped, seen.cleared, seen.early, trains is False))
+        self._rates.append(rates)
+        if seen.stepped:
+            self._passes.append(seen.passes)
+
+    def facts(self, watcher: Watcher, samples: int) -> StepFacts:
+        """Return the facts about all steps.
+
+        Args:
+            watcher: The watcher of the run's layers.
+            samples: How many samples all batches had.
+        """
+        gradients = watcher.gradients
+        half = {name: small / some for name, (small, some) in gradients.half.items() if some}
+        clip, norm = np.array(self._numbers, np.float64).reshape(-1, 2).T
+        stale, stepped, cleared, early, evaluated = np.array(self._flags, bool).reshape(-1, 5).T
+        groups = max((len(each) for each in self._rates), default=0)
+        rates = np.full((len(self), groups), math.nan)
+        for row, each in zip(rates, self._rates, strict=True):
+            row[: len(each)] = each
+        largest = np.array([max(each, default=math.nan) for each in self._rates])
+        return StepFacts(
+            clip=clip,
+            norm=norm,
+            stale=stale,
+            learning_rate=largest,
+            stepped=stepped,
+            half_gradients=half,
+            flushed=tuple(gradients.flushed) if any(half.values()) or gradients.flushed else (),
+            spread=dict(watcher.spread),
+            noise_scale=noise_scale(gradients.samples, samples / max(1, len(self))),
+            cleared=cleared,
+            growth=dict(watcher.growth),
+            rates=rates,
+            early=early,
+            evaluated=evaluated,
+            signal=dict(watcher.signal),
+            passes=int(np.median(self._passes)) if self._passes else 0,
+            idle=watcher.idle_parameters(),
+            scaled_clip=gradients.scaled_clip,
+        )
 
 
 def _fed_by(node: Any) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Sizes of weights, outputs and gradients: pure functions of tensors."""
+"""Sizes of weights, outputs and gradients: functions of tensors without side effects.
+
+The files of this room use them. Complex numbers count as pairs of real ones. `noise_scale` is the
+unbiased estimate of McCandlish et al. 2018, with the steps of a run in place of examples.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +41,9 @@ def copied_tables(model: nn.Module) -> list[tuple[str, str]]:
     ]
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor may share with others; 0 if it has none."""
-    if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in _PLAIN:
-        return 0
-    return tensor.untyped_storage().data_ptr()
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
 def rms(parameter: Tensor) -> float:
     """Return the root mean square of a tensor; 0 if it is empty."""
-    values = _real(parameter.detach()).float()
+    values = real(parameter.detach()).float()
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
@@ -78,13 +72,13 @@ def has_equal_rows(parameter: Tensor) -> bool:
     """Whether all units have the same weights."""
     if parameter.ndim < 2 or parameter.shape[0] < 2 or parameter.numel() == parameter.shape[0]:
         return False
-    rows = _real(parameter.detach()).flatten(1).float()
+    rows = real(parameter.detach()).flatten(1).float()
     largest = float(rows.abs().max())
     return float((rows - rows[0]).abs().max()) <= 1e-6 * largest
 
 
 def noise_scale(samples: list[Tensor], batch: float) -> float:
-    """Batch size at which noise and mean of the gradient are equally large, from the first steps.
+    """Return the batch size at which noise and mean of the gradient are equally large.
 
     McCandlish et al. 2018, with steps for examples: n gradients of one batch size, unbiased.
     """
@@ -100,6 +94,6 @@ def noise_scale(samples: list[Tensor], batch: float) -> float:
     return batch * noise / signal if signal > 0 else math.inf
 
 
-def _real(values: Tensor) -> Tensor:
+def real(values: Tensor) -> Tensor:
     """Return complex numbers as pairs of real ones."""
     return torch.view_as_real(values) if values.is_complex() else values

@@ -172,3 +172,7 @@ def _kinds(a: nn.Module, b: nn.Module) -> Iterator[tuple[str, Kind]]:
             dtypes = [str(side[name].dtype).removeprefix("torch.") for side in (one, two)]
             kind = Kind("dtype", f"{name} is {dtypes[0]} in a and {dtypes[1]} in b")
             yield kind.text, kind
+        if one[name].requires_grad != two[name].requires_grad:
+            only = "a" if one[name].requires_grad else "b"
+            kind = Kind("frozen", f"{name} requires grad in {only} only")
+            yield kind.text, kind

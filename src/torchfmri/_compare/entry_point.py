@@ -19,7 +19,7 @@ from torchfmri._compare.comparison import Comparison, nonfinite_note
 from torchfmri._compare.difference import Difference, Kind, Pair
 from torchfmri._compare.histories import compare_histories, histories_of
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import Matching, match_layers
+from torchfmri._compare.matching import Matching, match_layers, missing_layers
 from torchfmri._compare.origin import origin_of
 from torchfmri._compare.pairing import pair_up
 from torchfmri._compare.recording import FORWARD, PARAMETERS, WHAT, relative
@@ -73,7 +73,9 @@ def compare(
             of a side raised, and its error is the cause.
     """
     if tolerance is not None:
-        check_real("tolerance", tolerance, "a relative difference, such as 1e-5", 0.0)
+        check_real(
+            "tolerance", tolerance, "give a relative difference of at least 0, such as 1e-5", 0.0
+        )
     mapped = names is None or (
         isinstance(names, Mapping)
         and all(isinstance(each, str) for pair in names.items() for each in pair)
@@ -94,6 +96,8 @@ def compare(
     for side, other in ((one, two), (two, one)):
         if not side.recording.grids:  # made of the same data, or nothing can be compared
             side.recording.grids = list(other.recording.grids)
+        if not side.recording.batch:  # a recording does not say how many rows there were
+            side.recording.batch = other.recording.batch
     _check_tokens(one, two, tokenizer)
     _note_dropout(one, two)
     if tolerance is None:
@@ -188,21 +192,20 @@ def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
     a, b = (grid.token_ids for grid in grids)
     if a == b or _other_padding(one, two):
         return
-    at = next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-    row, position = grids[0].places[at] if at < len(a) else grids[1].places[at]
+    one_at, two_at = (dict(zip(each.places, each.token_ids, strict=True)) for each in grids)
+    place = min(each for each in {*one_at, *two_at} if one_at.get(each) != two_at.get(each))
 
-    def said(ids: list[int]) -> str:
-        if at >= len(ids):
+    def said(token: int | None) -> str:
+        if token is None:
             return "nothing more"
-        text = f" {tokenizer.decode([ids[at]])!r}" if tokenizer is not None else ""
-        return f"token {ids[at]}{text}"
+        text = f" {tokenizer.decode([token])!r}" if tokenizer is not None else ""
+        return f"token {token}{text}"
 
     raise InspectionError(
-        f"The two were given other tokens: at position {position} of row {row} a has {said(a)} and "
-        f"b has {said(b)} ({len(a)} and {len(b)} tokens in all). Run both on the same token ids; "
-        "if the text is the same, the tokenizers are not."
+        f"The two were given other tokens: at position {place[1]} of row {place[0]} a has "
+        f"{said(one_at.get(place))} and b has {said(two_at.get(place))} ({len(a)} and {len(b)} "
+        "tokens in all). Run both on the same token ids; if the text is the same, the tokenizers "
+        "are not."
     )
 
 
@@ -338,8 +341,10 @@ def _kinds(pair: Pair, layer: str, matching: Matching, one: Side, two: Side) -> 
         tied = tied_kinds(one.run.model, two.run.model, matching.pairs)
         found += [tied[layer]] if layer in tied else []
     seen = pair.place.layer if pair.direction == FORWARD else None
-    routing = routing_kind(one.recording, two.recording, matching.pairs, seen)
+    routing = routing_kind(one.recording, two.recording, matching.pairs, pair.place.layer, seen)
     found += [routing] if routing is not None else []
+    if not matching.doubt and pair.direction == FORWARD:
+        found += missing_layers(modules_a, modules_b, matching, layer)
     if layer in modules_a and partner in modules_b:
         found += causes_of(modules_a[layer], modules_b[partner])
         found += mode_kinds(modules_a[layer], modules_b[partner])

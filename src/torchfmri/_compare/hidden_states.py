@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_path, is_list, is_whole, require
-from torchfmri._compare.matching import EXPORTED
+from torchfmri._compare.matching import EXPORTED, EXPORTED_MODEL
 from torchfmri._files import list_names, map_file, parse_tensors, printable, size_of
 from torchfmri._records import Call, Inspection, Record, Value, tensor_of
 from torchfmri.exceptions import FileFormatError
@@ -87,7 +87,7 @@ def _inspection(
         call._values["activations", ""] = value
         record.calls.append(call)
         records[name] = record
-    inspection = Inspection("exported hidden states", records)
+    inspection = Inspection(EXPORTED_MODEL, records)
     inspection.token_ids, inspection.kept = ids, kept
     inspection.notes[_ONLY] = [""]
     if tokenizer is not None:
@@ -133,7 +133,32 @@ def _read(path: Path) -> _Request:
         raise FileFormatError(
             path.name, f"it has the states of {len(states)} tokens and the ids of {len(ids)}"
         )
-    return _Request(path.stem, states, ids.long())
+    return _Request(path.stem, states, _whole(ids, path.name))
+
+
+def _whole(ids: Tensor, file: str) -> Tensor:
+    """Return token ids as whole numbers, also if the file has them as floats.
+
+    Raises:
+        FileFormatError: They are no token ids, or their dtype has rounded them.
+    """
+    values = ids.double()
+    wrong = (values != values.floor()) | (values < 0) | values.isinf()
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise FileFormatError(
+            file, f"{_IDS}[{first}] is {values[first]:g}; tokens are whole numbers from 0"
+        )
+    if ids.is_floating_point() and len(ids):
+        exact, largest = round(2 / torch.finfo(ids.dtype).eps), int(values.max())
+        if largest > exact:
+            dtype = str(ids.dtype).removeprefix("torch.")
+            raise FileFormatError(
+                file,
+                f"{_IDS} is {dtype}, which rounds whole numbers above {exact}, and the largest is "
+                f"{largest}: write it as int64",
+            )
+    return ids.long()
 
 
 def _names(layers: Sequence[int | str] | None, number: int) -> list[str]:
@@ -144,7 +169,9 @@ def _names(layers: Sequence[int | str] | None, number: int) -> list[str]:
     for each in layers:
         known = isinstance(each, str) or (is_whole(each) and each >= 0)
         require(known, "one of layers", each, "give a number from 0, or the name of a layer")
-    return [_name(each) for each in layers]
+    found = [_name(each) for each in layers]
+    require(len(set(found)) == number, "layers", layers, "name each layer once")
+    return found
 
 
 def _name(layer: int | str) -> str:

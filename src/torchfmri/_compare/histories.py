@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
-from torchfmri._compare.step_gaps import column_of, number_gaps, sizes_of, statistics_gaps
+from torchfmri._compare.step_gaps import RunTable, column_of, number_gaps, statistics_gaps
+from torchfmri._compare.step_noise import JUMP, RunPair, largest_so_far, step_noise
 from torchfmri._monitor import Monitor
 from torchfmri._records import STORED, UPDATES, Floats, History, Series, Step
 from torchfmri._text import apart, listed
@@ -26,16 +25,7 @@ from torchfmri.exceptions import InspectionError
 LOSS = Series("", "loss")
 _ORDER = ("parameters", "activations", "loss", "gradients", "parameter_gradients", UPDATES)
 """The order in which the numbers of a step come about."""
-_FLOOR = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 4e-2, "float16": 5e-3}
-"""What rounding may do to the statistics of a layer, relative to its rms."""
-_FLOOR_TIMES = {"gradients": 4.0, "parameter_gradients": 4.0, "loss": 0.1}
-"""... and to those of gradients, which have gone through more layers, and to a mean over tokens.
-Chosen on small models that trained with one thread and with two, and tested on no others."""
 _SHOWN = ("mean", "std", "min", "max")
-_JUMP, _FACTOR = 10.0, 4.0
-"""How many times the largest difference so far, and the spread of repeated runs, is a jump."""
-_AMPLIFIED = 1e4
-"""How many times a difference of gradients an update may differ. Chosen on the same models."""
 
 
 def histories_of(given: Any) -> list[History]:
@@ -48,15 +38,6 @@ def histories_of(given: Any) -> list[History]:
         if isinstance(each, Monitor):
             history.findings = each.findings
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """The numbers of a run at chosen steps: of each series, (step, series, field)."""
-
-    values: Floats
-    updates: Floats
-    loss: Floats
 
 
 class _Common(NamedTuple):
@@ -96,24 +77,24 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
     common = _common([*a, *b])
     one, two = ([_table(each, common) for each in side] for side in (a, b))
     gaps = _gaps(one[0], two[0])
-    noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
+    spread = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
-    least = np.maximum(_floors(a[0], b[0], series, gaps), _FACTOR * noise)
-    summed = _summed(a[0], b[0], series, (one[0].values, two[0].values))
-    # A sum that is all rounding differs by as much as its size: that must not excuse what follows.
-    drift = np.where(gaps <= summed, 0.0, gaps)
-    allowed = np.maximum(np.maximum(least, summed), _JUMP * _largest_so_far(drift))
-    if len(a) == len(b) == 1:  # else the spread was measured
-        sizes = np.fmax(one[0].updates, two[0].updates)
-        allowed = np.maximum(allowed, _amplified(gaps, series, sizes))
+    pair = RunPair(a=a[0], b=b[0], one=one[0], two=two[0], series=series, gaps=gaps)
+    least, allowed = step_noise(pair, spread, measured=len(a) > 1 or len(b) > 1)
     first = _first(gaps, allowed, series, common.steps, a[0], b[0])
     if first is not None:  # what comes later is no drift: it is measured by what was before
         row = common.steps.index(first.step)
         allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
-        a=a[0], b=b[0], steps=common.steps, series=series, gaps=gaps, allowed=allowed, first=first,
+        a=a[0],
+        b=b[0],
+        steps=common.steps,
+        series=series,
+        gaps=gaps,
+        allowed=allowed,
+        first=first,
         notes=[*resumed, *_nonfinite(one[0], two[0], common), *_notes(a, b, common)],
-    )  # fmt: skip
+    )
 
 
 def _resumed_at(whole: History, part: History) -> int:
@@ -163,7 +144,7 @@ def _updated(history: History) -> list[str]:
     return list(dict.fromkeys(name for step in history for name in step.parameters))
 
 
-def _table(history: History, common: _Common) -> _Table:
+def _table(history: History, common: _Common) -> RunTable:
     rows = {step.number: step for step in history}
     places = [history.series.index(each) for each in common.series]
     values = np.full((len(common.steps), len(places), len(STORED)), math.nan)
@@ -180,114 +161,22 @@ def _table(history: History, common: _Common) -> _Table:
         loss[row] = step.loss if step.has_loss and not math.isnan(step.loss) else (
             math.inf if step.has_loss else math.nan
         )  # fmt: skip
-    return _Table(values, updates, loss)
+    return RunTable(values, updates, loss)
 
 
-def _gaps(a: _Table, b: _Table) -> Floats:
+def _gaps(a: RunTable, b: RunTable) -> Floats:
     """(step, series) how far two runs are apart: statistics, then the loss, then updates."""
     parts = [statistics_gaps(a.values, b.values)]
     parts += [number_gaps(a.loss, b.loss)[:, None], number_gaps(a.updates, b.updates)]
     return np.concatenate(parts, 1)
 
 
-def _spread(runs: Sequence[_Table], shape: tuple[int, ...]) -> Floats:
+def _spread(runs: Sequence[RunTable], shape: tuple[int, ...]) -> Floats:
     """(step, series) the largest difference between the repetitions of one side."""
     found = np.zeros(shape)
     for other in runs[1:]:
         found = np.fmax(found, _gaps(runs[0], other))
     return np.maximum.accumulate(np.nan_to_num(found), 0)  # noise grows, and is drawn once only
-
-
-def _largest_so_far(gaps: Floats) -> Floats:
-    """(step, series) the largest finite difference in the steps before."""
-    known = np.where(np.isfinite(gaps), gaps, 0.0)
-    before = np.maximum.accumulate(known, 0)
-    return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
-
-
-def _floors(a: History, b: History, series: Sequence[Series], gaps: Floats) -> Floats:
-    """Return what rounding may do, (step, series).
-
-    What a layer of float32 returns has the rounding of the layers before it, which may compute in
-    bfloat16 under autocast. Runs that are equal to the last bit so far do not round differently.
-    """
-    own = np.array([max(_floor(run, each) for run in (a, b)) for each in series])
-    computed = [each for each in series if each.what == "activations"]
-    coarsest = max((_floor(run, each) for run in (a, b) for each in computed), default=0.0)
-    times = np.array([_FLOOR_TIMES.get(each.what, 1.0) for each in series])
-    own, upstream = own * times, coarsest * times
-    given = np.array([each.what in ("parameters", UPDATES) for each in series])
-    equal = ~np.any(_largest_so_far(gaps) > 0, axis=1)
-    equal[:1] = False
-    found: Floats = np.where(equal[:, None] | given, own, np.maximum(own, upstream))
-    return found
-
-
-def _summed(
-    a: History, b: History, series: Sequence[Series], tables: tuple[Floats, Floats]
-) -> Floats:
-    """Return what rounding may do to the gradients of parameters that are sums, (step, series).
-
-    The gradient of a bias is the sum of the gradients of its layer's output. Before a BatchNorm, or
-    in the keys of attention, they add up to zero, and what is left is their rounding.
-    """
-    column = {each: at for at, each in enumerate(series)}
-    found = np.zeros((len(tables[0]), len(series)))
-    dtypes = {run.statistics(*each).dtype for run in (a, b) for each in column
-              if each.what == "activations"}  # fmt: skip
-    units = (torch.finfo(getattr(torch, each)).eps for each in dtypes & _FLOOR.keys())
-    unit = max(units, default=0.0)
-    sizes = [sizes_of(each) for each in tables]
-    sums = [column_of(each, "count") * size for each, size in zip(tables, sizes, strict=True)]
-    for each, at in column.items():
-        terms = column.get(Series(each.layer.rpartition(".")[0], "gradients"))
-        if each.what != "parameter_gradients" or terms is None:
-            continue
-        with np.errstate(divide="ignore", invalid="ignore"):
-            added = (
-                np.fmax(*(each[:, terms] for each in sums)) / column_of(tables[0], "count")[:, at]
-            )
-            relative = _FACTOR * unit * added / np.fmax(*(each[:, at] for each in sizes))
-        found[:, at] = np.nan_to_num(relative, posinf=0.0)
-    return found
-
-
-def _floor(history: History, series: Series) -> float:
-    if series in history.series:
-        return _FLOOR.get(history.statistics(*series).dtype, _FLOOR["float32"])
-    return _FLOOR["float32"]
-
-
-def _amplified(gaps: Floats, series: Sequence[Series], updates: Floats) -> Floats:
-    """Return what rounding of gradients may do to updates and parameters, (step, series).
-
-    Adam divides a gradient by its size. Where that is nothing but rounding (the bias of keys), so
-    is the update: it has its usual size, and any direction.
-
-    Args:
-        gaps: (step, series) how far the runs are apart.
-        series: The columns; updates come last.
-        updates: (step, parameter) the size of updates relative to that of the parameters.
-    """
-    column = {each: at for at, each in enumerate(series)}
-    known = np.nan_to_num(gaps, posinf=0.0)
-    found = np.zeros_like(gaps)
-    names = [each.layer for each in series if each.what == UPDATES]
-    for name, sizes in zip(names, updates.T, strict=True):
-        gradient = column.get(Series(name, "parameter_gradients"))
-        if gradient is None:
-            continue
-        so_far = np.maximum.accumulate(known[:, gradient])
-        found[:, column[Series(name, UPDATES)]] = _AMPLIFIED * so_far
-        if (parameter := column.get(Series(name, "parameters"))) is not None:
-            moved = np.where(so_far > 0, np.where(np.isnan(sizes), math.inf, sizes), 0.0)
-            # Sizes are those of all values together; the largest value may move by more.
-            found[1:, parameter] = _FACTOR * np.cumsum(moved)[:-1]
-            output = column.get(Series(name.rpartition(".")[0], "activations"))
-            if output is not None:  # it differs by no less than what it is computed with
-                own = _FACTOR * np.maximum.accumulate(known[:, parameter])
-                found[1:, output] = np.maximum(found[:, output], own)[1:]
-    return found
 
 
 def _first(
@@ -303,7 +192,7 @@ def _first(
     columns = np.flatnonzero(beyond[row]).tolist()
     if row and min(_rank(series[each], each)[0] for each in columns) > 0:
         # The step is known to part: now its first layer that jumps, however little, is wanted.
-        limits = np.maximum(_JUMP * _largest_so_far(gaps)[row], allowed[row] / _JUMP)
+        limits = np.maximum(JUMP * largest_so_far(gaps)[row], allowed[row] / JUMP)
         computed = ("activations", "loss", "gradients")
         more = [at for at in range(len(series)) if series[at].what in computed]
         allowed = allowed.copy()
@@ -348,7 +237,7 @@ def _reason(a: History, b: History, step: int, series: Series) -> str:
     return f"{worst} {values} of {one.count:,} values"
 
 
-def _nonfinite(a: _Table, b: _Table, common: _Common) -> list[str]:
+def _nonfinite(a: RunTable, b: RunTable, common: _Common) -> list[str]:
     """Say from where on both runs have values that cannot be compared."""
     kinds = ("nan", "pos_inf", "neg_inf")
     bad = [sum(column_of(each.values, kind) for kind in kinds) > 0 for each in (a, b)]
@@ -371,7 +260,11 @@ def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[
         left = len(runs[0]) - len(common.steps)
         if left:
             found.append(f"{left} steps of {name} are not in both runs")
-        found += [f"{name}: {text}" for text in runs[0].notes if "cannot be read" in text]
+        found += [
+            f"{name}: {text}"
+            for text in runs[0].notes
+            if any(said in text for said in ("cannot be read", "is missing"))
+        ]
     if len(a) == len(b) == 1:
         found.append(
             "one run on each side: what rounding amounts to is taken from the dtype, and slow "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchfmri._records import Finding, Floats, History, Series
-from torchfmri._scan import layer_bands, outline_of
+from torchfmri._scan import layer_bands
 from torchfmri._text import Column, Grid, plural
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import (
@@ -58,10 +60,14 @@ class StepDifference:
     before: float
     reason: str
 
-    def __str__(self) -> str:
+    def place(self) -> str:
+        """The step and the layer in words."""
         of = "the loss" if self.what == "loss" else f"{self.what} of {self.layer or 'the model'!r}"
+        return f"step {self.step}: {of}"
+
+    def __str__(self) -> str:
         return (
-            f"step {self.step}: {of}: {self.reason} (they differ by {self.relative:.1e}, allowed "
+            f"{self.place()}: {self.reason} (they differ by {self.relative:.1e}, allowed "
             f"{self.allowed:.1e}, before {self.before:.1e})"
         )
 
@@ -116,7 +122,8 @@ class HistoryComparison:
             return f"the runs part at {self.first}"
         known = self.gaps[np.isfinite(self.gaps)]
         worst = float(known.max(initial=0.0))
-        size = "equal to the last bit" if worst == 0 else f"at most {worst:.1e} apart"
+        rounding = f"they differ by rounding only, by at most {worst:.1e}"
+        size = "equal to the last bit" if worst == 0 else rounding
         count, most = len(self.steps), max(len(self.a), len(self.b))
         of = plural(count, "step") if count == most else f"the {count} of {most} steps in common"
         return f"no step parts beyond noise in {of}: {size}"
@@ -199,37 +206,37 @@ class HistoryComparison:
         if not columns:
             known = ", ".join(dict.fromkeys(each.what for each in self.series))
             raise InspectionError(f"There are no {what!r} in both runs, only {known}.")
+        brain = self._brain(what, columns)
+        ax = draw_brain(axes_or_new(ax, *brain.figure_inches), brain, text=False, surprisal=False)
+        places = range(0, len(self.steps), _stride(len(self.steps)))
+        ax.set_xticks(places, [str(self.steps[at]) for at in places], fontsize=7)
+        ax.tick_params(axis="x", labelbottom=True, pad=6)
+        ax.set_xlabel("step", fontsize=8)
+        return ax
+
+    def _brain(self, what: str, columns: Sequence[int]) -> Brain:
+        """Return the picture of some series, all of one kind."""
         names = [self.series[at].layer for at in columns]
-        chosen = outline_of(names)
-        columns, names = [columns[at] for at in chosen], [names[at] for at in chosen]
+        first = self.first if self.first is not None and self.first.what == what else None
         with np.errstate(invalid="ignore", divide="ignore"):
             values = (self.gaps / self.allowed)[:, columns].T
-        first, mark = self.first, None
-        if first is not None and first.what == what and first.layer in names:
+        mark, said = None, "" if self.first is None else str(self.first.place())
+        if first is not None:
             mark = (names.index(first.layer), self.steps.index(first.step))
         count = len(self.steps)
         no = np.zeros(count, bool)
-        brain = Brain(
+        subject = "Where two training runs part" if said else "No difference beyond noise"
+        return Brain(
             bands=layer_bands(names, "kind"),
             values=np.where(np.isposinf(values), np.nan, values),
             tokens=TokenTrack([""] * count, np.full(count, np.nan), no, no),
             metric="difference in units of what noise explains",
             normalise="global",
-            title=f"Where two training runs part: {what.replace('_', ' ')}",
-            subtitle="they agree"
-            if first is None
-            else f"first at step {first.step}: {first.what} of {first.layer or 'the model'}",
+            title=f"{subject}: {what.replace('_', ' ')}",
+            subtitle=f"first: {said}{' (the ring)' if mark else ''}" if said else "",
             mark=mark,
-            top=1.0,
+            unit=1.0,
         )
-        ax = draw_brain(axes_or_new(ax, *brain.figure_inches), brain, text=False, surprisal=False)
-        places = sorted(
-            {round(each) for each in np.linspace(0, count - 1, min(count, _MOST_TICKS))}
-        )
-        ax.set_xticks(places, [str(self.steps[at]) for at in places], fontsize=7)
-        ax.tick_params(axis="x", labelbottom=True, pad=6)
-        ax.set_xlabel("step", fontsize=8)
-        return ax
 
     def plot_curves(
         self, layer: str = "", what: str = "loss", field: str = "rms", *, ax: Axes | None = None
@@ -264,6 +271,7 @@ class HistoryComparison:
         ax.legend(frameon=False, fontsize=8)
         ax.spines[["top", "right"]].set_visible(False)
         ax.margins(x=0.01)
+        ax.locator_params(axis="x", integer=True)
         return ax
 
     def draw(self, path: str | PathLike[str] | None = None) -> Figure:
@@ -274,13 +282,24 @@ class HistoryComparison:
         """
         kinds = list(dict.fromkeys(each.what for each in self.series if each.what != "loss"))
         wanted = self.first.what if self.first is not None else "activations"
-        figure = new_figure(11.0, 8.5)
-        above, below = figure.subplots(2, 1, height_ratios=[2.4, 1])
-        self.plot(wanted if wanted in kinds else kinds[0], ax=above)
+        shown = wanted if wanted in kinds else kinds[0]
+        columns = [at for at, each in enumerate(self.series) if each.what == shown]
+        wide, high = self._brain(shown, columns).figure_inches
+        figure = new_figure(max(wide, 10.0), high + 2.6)
+        above, below = figure.subplots(2, 1, height_ratios=[high, 2.6])
+        self.plot(shown, ax=above)
         self.plot_curves(ax=below)
         if path is not None:
             save_figure(figure, path, dpi=_DOTS_PER_INCH)
         return figure
+
+
+def _stride(count: int) -> int:
+    """Return every how many steps a number is written: 1, 2, 5, 10, 20, 50, ..."""
+    stride, steps = 1, itertools.cycle((2, 2.5, 2))
+    while count > stride * _MOST_TICKS:
+        stride = round(stride * next(steps))
+    return stride
 
 
 def _said(finding: Finding) -> str:

@@ -25,6 +25,8 @@ _MOST_UNITS = 16.0
 _LEAST_VALUES = 32
 """Fewer different values can have few bits by chance."""
 _LEVELS = 256
+_MOST_NOISE = 0.5
+"""If more than this relative difference is allowed, different tokens look alike too."""
 
 
 def kinds_of(
@@ -183,7 +185,7 @@ def _position_kinds(rows: RecordedRows, differing: Tensor) -> list[Kind]:
 
 def _shifted_positions(a: RecordedRows, b: RecordedRows, threshold: float) -> Kind | None:
     """Return `shifted_positions` if b has at each position what a has at a neighbouring one."""
-    if a.grid is None or b.grid is None:
+    if a.grid is None or b.grid is None or threshold > _MOST_NOISE:
         return None
     rows = torch.tensor([row for row, _ in a.grid.places], device="cpu")
     for by in (each for step in range(1, _MOST_POSITIONS + 1) for each in (step, -step)):

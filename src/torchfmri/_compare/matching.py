@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
+from torch import nn
+
+from torchfmri._compare.causes import own_tensors
+from torchfmri._compare.difference import Kind
 from torchfmri._compare.recording import Recording
 from torchfmri._compare.side import Side
 from torchfmri._compare.weights import match_by_weights
@@ -15,6 +19,8 @@ from torchfmri.exceptions import InspectionError
 
 EXPORTED = "hidden_states"
 """The name of hidden states that were exported without saying of which layers."""
+EXPORTED_MODEL = "exported hidden states"
+"""The name of the model in an inspection of such states."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,36 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
             "Give names={layer of a: layer of b}."
         )
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
+    for name, other, side, rest in (("a", "b", a, rest_a), ("b", "a", b, rest_b)):
+        if rest and side.inspection.model == EXPORTED_MODEL:
+            known = listed(layers_b if side is a else layers_a)
+            raise InspectionError(
+                f"{name} holds the hidden states of {listed(rest)}, and {other} has no such layer, "
+                f"only {known}. Check layers= of import_hidden_states."
+            )
     return Matching(pairs, tuple(rest_a), tuple(rest_b), "; ".join(doubts))
+
+
+def missing_layers(
+    a: Mapping[str, nn.Module], b: Mapping[str, nn.Module], matching: Matching, layer: str
+) -> Iterator[Kind]:
+    """Yield which layers with parameters, inside the one that differs, only one side has.
+
+    Args:
+        a: The modules of one side.
+        b: Those of the other.
+        matching: Which layers are partners.
+        layer: The layer of a that differs.
+    """
+    partner = matching.pairs.get(layer, layer)
+    for side, modules, names, around in (
+        ("a", a, matching.only_a, layer), ("b", b, matching.only_b, partner),
+    ):  # fmt: skip
+        inside = [each for each in names if not around or each.startswith(f"{around}.")]
+        held = [each for each in inside if each in modules and own_tensors(modules[each])]
+        if held:
+            more = "" if len(held) == 1 else f" and {plural(len(held) - 1, 'more layer')}"
+            yield Kind("missing_layer", f"only {side} has {held[0]!r}{more}")
 
 
 def _are_few(pairs: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> bool:

@@ -90,6 +90,22 @@ def _cuts_gradients(run: Run, layer: str, pair: Pair) -> bool:
     return found
 
 
+def _takes_gradients(side: Side, layer: str) -> bool:
+    """Whether a layer is given a tensor that requires grad; if not, the code around it cut it."""
+    assert side.run is not None
+    found = False
+
+    def look(_: nn.Module, arguments: Any, keywords: Any) -> None:
+        nonlocal found
+        found |= any(each.tensor.requires_grad for each in flatten((arguments, keywords)))
+
+    module = named_layers(side.run.model)[layer]
+    with whole_restorations(), ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
+        record(side.run, layers=[layer])
+    return found
+
+
 def _agreeing(
     pair: Pair, layers: Sequence[str], a: Side, b: Side, names: dict[str, str], what: str
 ) -> dict[str, bool]:
@@ -104,6 +120,9 @@ def _agreeing(
             continue
         given = [_inputs(side.tensors(name, pair.place.call, what)) for name, side in at]
         found[layer] = True
+        if what == "input_gradients" and bool(given[0]) != bool(given[2]):
+            cut, name = (b, names[layer]) if given[0] else (a, layer)
+            found[layer] = not _takes_gradients(cut, name)
         for several in _matched(given):
             tables = [
                 side.as_rows(each, what).values for (_, side), each in zip(at, several, strict=True)

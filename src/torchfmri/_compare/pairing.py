@@ -214,6 +214,10 @@ def _parameter_name(a: Recording, b: Recording, place: RecordedPlace, layer: str
 def _is_comparable(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace | None) -> bool:
     """Whether a tensor can be compared though the two batches are laid out differently."""
     known = [(a.recording, place), *([(b.recording, partner)] if partner is not None else [])]
+    # Generation computes the logits of the last token alone, and one pass those of all tokens.
+    tables = [rows for side, each in known if (rows := side.rows(each)) is not None]
+    if len({rows.grid is None for rows in tables}) > 1:
+        return False
     apart = [(side, each) for side, each in known if not side.is_whole(each)]
     if len(apart) == len(known):
         return _has_rows(a.recording, place)

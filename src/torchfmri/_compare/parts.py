@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ class BatchParts:
         """Whether calls read some rows of the batch only."""
         return len({call.first for call in self.calls}) > 1
 
+    @property
+    def steps(self) -> int:
+        """How many calls read the same rows; 0 if some rows take more calls than others."""
+        counts = set(collections.Counter(call.first for call in self.calls).values())
+        return counts.pop() if len(counts) == 1 else 0
+
     def join(self, tensors: Sequence[Tensor], kept: Tensor | None) -> Tensor | None:
         """Put the tensors of all calls together as that of the batch; None if they do not fit.
 
@@ -75,7 +82,7 @@ class BatchParts:
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
-        if self.grows:
+        if self.grows and not self.by_rows:
             return known[-1]
         # Attention weights grow along the keys, so that their parts do not fit together.
         if len({part.shape[2:] for part in known}) > 1:
@@ -84,7 +91,8 @@ class BatchParts:
         for first, several in itertools.groupby(
             zip(self.calls, known, strict=True), key=lambda each: each[0].first
         ):
-            row = torch.cat([part for _, part in several], 1)
+            pieces = [part for _, part in several]
+            row = pieces[-1] if self.grows else torch.cat(pieces, 1)
             places = kept[first] if row.shape[1] < kept.shape[1] else slice(None)
             whole[first : first + len(row), places] = row
         return whole
@@ -168,11 +176,26 @@ def _filled(sizes: Sequence[tuple[int, int]], grids: Sequence[PositionGrid]) -> 
 
 
 def _generated(sizes: Sequence[tuple[int, int]], grid: PositionGrid) -> BatchParts | None:
-    """Return the parts of a model that generates: its tokens are more than it was given."""
+    """Return the parts of a model that generates: its tokens are more than it was given.
+
+    A loop may generate for one row of the batch after another; all rows get equally many tokens.
+    """
     b, s = grid.kept.shape
-    lengths = [length for _, length in sizes]
-    grows = all(one < later for one, later in itertools.pairwise(lengths))
-    if lengths[0] != s or not (grows or set(lengths[1:]) == {1}):
+    counts = grid.kept.sum(1).tolist()
+    grows = sizes[1][1] > sizes[0][1]  # without a cache every call reads all tokens again
+    starts = [at for at, ((_, last), (_, length)) in enumerate(itertools.pairwise(sizes), 1)
+              if (length <= last if grows else length > 1)]  # fmt: skip
+    parts, added, row = [], set(), 0
+    for first, end in itertools.pairwise([0, *starts, len(sizes)]):
+        rows, lengths = sizes[first][0], [length for _, length in sizes[first:end]]
+        rows = rows if starts else b
+        if row + rows > b or lengths[0] not in {s, *counts[row : row + 1][: rows == 1]}:
+            return None
+        if not grows and set(lengths[1:]) != {1}:
+            return None
+        parts += [Part(row, rows, length) for length in lengths]
+        added.add((lengths[-1] if grows else sum(lengths)) - lengths[0])
+        row += rows
+    if row != b or len(added) != 1:
         return None
-    total = lengths[-1] if grows else sum(lengths)
-    return BatchParts(tuple(Part(0, b, length) for length in lengths), grows, total)
+    return BatchParts(tuple(parts), grows, s + added.pop())

@@ -175,8 +175,8 @@ def _brain(
         title=f"{subject}: {_DIRECTIONS[direction]}",
         subtitle=" ".join([*filter(None, [said]), *which]),
         mark=mark,
-        top=1.0,
-        remark="1 and above: beyond the noise of both sides; the ring is the first difference"
+        unit=1.0,
+        remark="all but the darkest are beyond the noise of both sides; the ring is the first"
         if mark
         else "",
     )

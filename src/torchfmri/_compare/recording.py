@@ -192,18 +192,22 @@ class Recording:
         whole = {layer for layer in self.inspection if self._is_whole(layer)}
         for call in self.inspection.calls():
             joined = call.layer in whole
-            if joined and call.index >= self._calls_per_part(call.layer):
+            by_rows = self.parts.by_rows and not joined
+            most = self._calls_per_part(call.layer) * (self.parts.steps if by_rows else 1)
+            if (joined or by_rows) and 0 < most <= call.index:
                 continue  # part of an earlier one
             for direction in (FORWARD, BACKWARD):
                 what = WHAT[direction]
-                for path, value in zip(call.elements(what), call.values(what), strict=False):
+                several = zip(call.elements(what), call.values(what), strict=False)
+                # The loss of a model stands before its logits, and is computed from them.
+                for path, value in sorted(several, key=_is_number):
                     if value is None or not (
                         value.dtype.is_floating_point or value.dtype.is_complex
                     ):
                         continue
                     place = RecordedPlace(call.layer, call.index, what, path)
-                    if joined or self.parts.by_rows:
-                        tensor = self._join(place) if joined else None
+                    if joined or by_rows:
+                        tensor = self._join(place) if joined else self._stack(place)
                         if tensor is None:
                             self.left_out.add((call.layer, path))
                             continue
@@ -234,6 +238,21 @@ class Recording:
             return None
         return self.parts.join(tensors, self.grids[0].kept if self.grids else None)
 
+    def _stack(self, place: RecordedPlace) -> Tensor | None:
+        """Put the rows of one step below one another, such as logits of the last token alone."""
+        each = self._calls_per_part(place.layer) * self.parts.steps
+        if not each:
+            return None
+        values = [call.value(place.what, place.element)
+                  for call in self.inspection[place.layer].calls[place.call :: each]
+                  if place.element in call.elements(place.what)]  # fmt: skip
+        found = [v.tensor.detach().cpu() for v in values if v is not None and v.has_tensor]
+        rows = [part.rows for part in self.parts.calls[:: self.parts.steps]]
+        if [len(tensor) if tensor.ndim > 1 else 0 for tensor in found] != rows:
+            return None
+        fits = len({tensor.shape[1:] for tensor in found}) == 1
+        return torch.cat(found) if fits else None
+
     def _extend(self, length: int) -> None:
         """Count the tokens that the model generated; their numbers are not known."""
         if not self.grids or length <= self.grids[0].kept.shape[1]:
@@ -258,6 +277,10 @@ class Recording:
                 place = RecordedPlace(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
+
+
+def _is_number(entry: tuple[str, Value | None]) -> bool:
+    return entry[1] is not None and entry[1].shape == ()
 
 
 def relative(one: Tensor, two: Tensor) -> Tensor:

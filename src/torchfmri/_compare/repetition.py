@@ -100,7 +100,10 @@ def repetition_of(
     same = a.coarsest == b.coarsest and dtypes[0] == dtypes[1]
     unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
     differences = _RedrawnDifference(tables, 1 if "parameter" in place.what else _LEAST_ROWS)
-    allowed = max((_SIZE if same else _SIZE_ELSEWHERE) * typical, unit)
+    # A constant such as 1 / tokens is rounded once in each dtype, and its error always repeats.
+    allowed = max(_SIZE * typical, unit)
+    if not same:
+        allowed = max(_SIZE_ELSEWHERE * typical, LEAST_UNITS * unit)
     least = max(typical, 2 * LEAST_UNITS * unit)
     if differences.values < LEAST_VALUES:
         allowed = max(allowed, least)

@@ -179,7 +179,7 @@ def batch_size(run: Run) -> int:
 
 def _differentiate(run: Run, output: Any, notes: list[str] | None, found: Inspection) -> None:
     """Run the backward pass if the output has a loss; `notes` is None to add no notes."""
-    value = loss_of(output, run.target, run.loss, False)
+    value = loss_of(output, run.target, run.loss)
     if value is not None:
         found.loss = float(value.detach())
     if notes is None:
@@ -213,7 +213,7 @@ def record_outside(run: Run) -> RecordedPass:
         stack.enter_context(unchanged(run.model, lambda name: notes.append(_written(name))))
         output = run.forward(copy_of_data(run.data))
         outputs.append(map_tensors(_plain(output), lambda each: each.detach().clone()))
-        value = loss_of(output, run.target, run.loss, False)
+        value = loss_of(output, run.target, run.loss)
         trainable = {n: p for n, p in run.model.named_parameters() if p.requires_grad}
         if value is not None and value.requires_grad and trainable:
             found = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)

@@ -22,6 +22,8 @@ from torchfmri._compare.run import (
 from torchfmri._model import named_layers
 from torchfmri.exceptions import InspectionError
 
+_UNSTEADY = 0.01
+"""A run that is repeated usually gives the same bits; sums in any order stay far below this."""
 _MOST_ROUNDING, _MOST_ROUNDING_SUMS = 5.0, 100.0
 """Rows that change by more than this many times what redrawn rounding does, when they change
 places, depend on their place: that is no noise. The second is for sums over the batch, which are
@@ -123,12 +125,27 @@ def measure_spread(
         side.rounded = anew
     rounded = _spread(side.recording, anew)
     again = record(run, max_bytes=max_bytes, other_seed=redraw and run.has_dropout)
-    _merge(rounded, _spread(side.recording, _beside(side.recording, again)), known=rounded)
+    repeated = _spread(side.recording, _beside(side.recording, again))
+    _merge(rounded, repeated, known=rounded)
     if not run.has_dropout:
         other = _beside(side.recording, record_rearranged(run, max_bytes=max_bytes))
         moved = _independent(side, _spread(side.recording, other), rounded)
         _merge(rounded, moved, known=rounded)
+        _note_unsteady(side, repeated)
     side.spread = rounded
+
+
+def _note_unsteady(side: Side, repeated: Mapping[RecordedPlace, Spread]) -> None:
+    """Note that a side differs from itself, though it was run again with the same numbers."""
+    places = side.recording.places(FORWARD)
+    apart = [each for each in places if repeated.get(each, _NO_SPREAD).worst > _UNSTEADY]
+    if apart:
+        worst = max(repeated[each].worst for each in apart)
+        side.notes.append(
+            f"differs from itself by up to {worst:.0%} if it is run again, from {apart[0].layer!r} "
+            "on: this counts as its noise and hides differences of that size. Draw its random "
+            "numbers from torch's own generator, or take out what it counts"
+        )
 
 
 def _independent(

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from torchfmri._records import COUNTS, STORED, Floats
+
+
+@dataclass(frozen=True, eq=False)
+class RunTable:
+    """The numbers of a run at chosen steps: of each series, (step, series, field)."""
+
+    values: Floats
+    updates: Floats
+    loss: Floats
 
 
 def statistics_gaps(a: Floats, b: Floats) -> Floats:

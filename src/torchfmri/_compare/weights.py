@@ -34,6 +34,7 @@ def match_by_weights(
         theirs = keys[1].get(key, [])
         if len(ours) == len(theirs):  # several that are equal, such as new norms, come in order
             found |= dict(zip(ours, theirs, strict=True))
+    found |= _match_by_neighbours(keys, rest, found)
     inner = {**known, **found}
     made_a = _grouped({n: _parts(n, inner.items()) for n in rest[0] if n not in found})
     turned = [(other, one) for one, other in inner.items()]
@@ -45,6 +46,42 @@ def match_by_weights(
         if len(ours) == len(theirs):  # modules that hold nothing else than one another
             found |= dict(zip(ours, theirs, strict=True))
     return found
+
+
+def _match_by_neighbours(
+    keys: Sequence[Mapping[tuple[Any, ...], list[str]]],
+    rest: tuple[Sequence[str], Sequence[str]],
+    found: Mapping[str, str],
+) -> dict[str, str]:
+    """Return pairs of equal layers of which one side has more, such as new norms.
+
+    Two of them are partners if the layers before and after them are.
+    """
+    partners = [dict(found), {other: one for one, other in found.items()}]
+    around = [_neighbours(names, each) for names, each in zip(rest, partners, strict=True)]
+    pairs: dict[str, str] = {}
+    for key, ours in keys[0].items():
+        theirs = keys[1].get(key, [])
+        if len(ours) == len(theirs):
+            continue
+        places = _grouped({name: around[1][name] for name in theirs})
+        for (before, after), several in _grouped({n: around[0][n] for n in ours}).items():
+            same = places.get((found.get(before), found.get(after)), [])
+            if len(several) == len(same):
+                pairs |= dict(zip(several, same, strict=True))
+    return pairs
+
+
+def _neighbours(names: Sequence[str], partners: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+    """Name -> the nearest layers before and after it that have partners; None at the ends."""
+    before: list[str | None] = []
+    after: list[str | None] = []
+    for found, order in ((before, names), (after, names[::-1])):
+        last = None
+        for name in order:
+            found.append(last)
+            last = name if name in partners else last
+    return dict(zip(names, zip(before, reversed(after), strict=True), strict=True))
 
 
 def _fingerprint(module: nn.Module) -> tuple[Any, ...]:

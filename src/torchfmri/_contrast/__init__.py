@@ -3,9 +3,9 @@
 Works on tables with a row per prompt, which `_scan` makes of its scans. `weights` reads a contrast
 such as "true - false"; `group_tests` and `permutations` test it, `corrections` for many columns at
 once; `comparison` puts them together into a `Contrast`, the record that users hold, with its
-`picture`, its `report`, its page (`contrast_board`) and its file. `linear_model` (with its
-`second_level`) and `classification` ask in other ways; `calibration` says how often any of them
-finds something in nothing.
+`picture`, its `report`, its page (`contrast_board`, with `thresholds` in words) and its file.
+`linear_model` (with its `second_level`) and `classification` ask in other ways; `calibration` says
+how often any of them finds something in nothing.
 """
 
 from torchfmri._contrast.calibration import Calibration

@@ -1,4 +1,9 @@
-"""How often a contrast finds something in nothing: the count, and what is expected of it."""
+"""How often a contrast finds something in nothing: the count, and what is expected of it.
+
+`Contrast.calibrate` returns a `Calibration`, which is public and stands in `.contrast` files:
+fields may be added with a default, none may go. `bound` must stay exact (a binomial distribution),
+because tests and benchmarks judge every statistical path by it.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A second opinion: can the condition of a prompt be read from a layer, for prompts not seen?
+"""Try whether the condition of a prompt can be read from a layer, for prompts not trained on.
 
-A ridge probe is trained on some prompts and tried on the others, of which nothing is looked at:
-scaling, too, is learnt from the prompts for training, and the penalty is fixed in advance. Folds
-are drawn without regard to the labels, so that shuffled labels go through exactly the same.
-Index letters: n prompts, w features, m relabellings (the true labels first).
+`Scan.classify` calls `classify`; it is a second opinion beside `contrast`. A ridge probe is trained
+on some prompts and tried on the others, of which nothing may be looked at: scaling is learnt from
+the prompts for training, and the penalty is fixed in advance. Folds are drawn without regard to the
+labels, so that shuffled labels go through exactly the same; otherwise p would be too small. Index
+letters: n prompts, w features, m relabellings (the true labels first).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TIE = 1e-12
 
 
 class LayerAccuracy(NamedTuple):
-    """How well one layer tells the conditions apart.
+    """The accuracy of a probe on one layer, beside that with shuffled labels.
 
     Attributes:
         layer: Its name.
@@ -65,7 +66,7 @@ class LayerAccuracy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Classification:
-    """Which layers tell two conditions apart, by a cross-validated probe.
+    """The result of cross-validated probes: which layers tell two conditions apart.
 
     Attributes:
         question: The conditions.
@@ -92,7 +93,7 @@ class Classification:
     notes: tuple[str, ...] = ()
 
     def table(self, number: int = 20, width: int | None = None) -> str:
-        """The most accurate rows as text.
+        """Return the most accurate rows as text.
 
         Args:
             number: How many.
@@ -112,7 +113,7 @@ class Classification:
         ).text(width)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """All rows. Needs pandas.
+        """Return all rows. Needs pandas.
 
         Raises:
             InspectionError: pandas is not installed.
@@ -141,15 +142,13 @@ def classify(
     """Train and try a probe for every layer of the tables, which have the same prompts.
 
     Raises:
-        InspectionError: There are too few prompts, or not two conditions.
+        InspectionError: There are too few prompts.
     """
     check_number("folds", folds, 2, "how many parts, such as 5")
     check_number("permutations", permutations, 1, "how many relabellings, such as 1000")
     random = np.random.default_rng(seed)
     trials = [labelled(table, contrast, is_paired=is_paired) for table in tables]
     conditions, labels = trials[0].conditions, trials[0].labels
-    if len(conditions) != 2:
-        raise InspectionError(f"A probe tells two conditions apart, not {len(conditions)}.")
     blocks = np.arange(len(labels)) % (len(labels) // 2) if is_paired else np.arange(len(labels))
     count = len(np.unique(blocks))
     if count < folds or np.bincount(labels).min() < 2:
@@ -165,7 +164,8 @@ def classify(
         null.append(accuracies(values, drawn, fold))
     if not null:
         raise InspectionError(
-            "No layer has values of every prompt: there is nothing to learn from."
+            "No layer has values of every prompt: there is nothing to learn from. Choose other "
+            "tokens= or layers=."
         )
     rows = _rows(found, np.stack(null))
     question = f"{conditions[0]} against {conditions[1]}"
@@ -214,7 +214,7 @@ def _about_gaps(table: PromptTable) -> list[str]:
 
 
 def _folds(blocks: NDArray[np.int64], folds: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """(n,) the fold of each prompt; those of one block stay together."""
+    """Return (n,) the fold of each prompt; those of one block stay together."""
     names = np.unique(blocks)
     place = random.permutation(len(names)) % folds
     found: NDArray[np.int64] = place[np.searchsorted(names, blocks)]
@@ -224,7 +224,7 @@ def _folds(blocks: NDArray[np.int64], folds: int, random: np.random.Generator) -
 def _relabellings(
     labels: NDArray[np.int64], is_paired: bool, number: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """(m, n) labels, the true ones first; of pairs the two are exchanged."""
+    """Return (m, n) labels, the true ones first; of pairs the two are exchanged."""
     if not is_paired:
         return relabel(labels, number, random)[0]
     half = len(labels) // 2
@@ -235,7 +235,7 @@ def _relabellings(
 def accuracies(
     values: Doubles, labels: NDArray[np.int64], fold: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """(m,) the cross-validated accuracy with each labelling, averaged over the two conditions.
+    """Return (m,) the cross-validated accuracy with each labelling, the mean of both conditions.
 
     The prediction of a ridge probe is linear in the labels, so one matrix (n, n) serves them all.
     """
@@ -260,7 +260,7 @@ def accuracies(
 
 
 def _rows(found: list[tuple[Any, ...]], null: Doubles) -> tuple[LayerAccuracy, ...]:
-    """The rows of (layer, features, width) and accuracies (row, m)."""
+    """Return the rows of (layer, features, width) and accuracies (row, m)."""
     seen = null[:, :1] - 1e-9
     p = (null >= seen).mean(1)
     p_max = (null.max(0)[None] >= seen).mean(1)

@@ -1,4 +1,10 @@
-"""A contrast computed: the groups of a table compared over prompts, for many columns at once."""
+"""Compute a contrast: the groups of a table compared over prompts, for many columns at once.
+
+`Scan.contrast` and `torchfmri.contrast` make a `PromptTable` and call `compare`. `ContrastTrial` is
+the whole path from labels to what survives; `calibrate` runs it again with shuffled labels, so
+every step that decides something must be inside `decide`. The words of the options are nilearn's
+and are public. Columns are worked on in blocks, because a table may be larger than memory.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +39,15 @@ _PERMUTATIONS = 1_000
 
 @dataclass(frozen=True)
 class TestOptions:
-    """How a contrast is tested; the words are nilearn's.
+    """The options of a contrast's test, in nilearn's words.
 
     Attributes:
         alpha: The threshold.
         height_control: What it bounds: "fdr", "bonferroni", "max", "fpr" or None.
         two_sided: Whether the other direction counts.
         test: Where p comes from: "t" (Welch, or paired), or "permutation".
-        permutations: How many relabellings; None takes 1,000 where they are needed.
-        seed: Of the relabellings.
+        permutations: How many relabellings; None takes 1,000 if they are needed.
+        seed: The seed of the relabellings.
     """
 
     __test__ = False  # no test of pytest's
@@ -71,7 +77,7 @@ class TestOptions:
 
     @property
     def relabellings(self) -> int:
-        """How many are drawn."""
+        """The number of relabellings that are drawn."""
         if self.permutations is not None:
             return self.permutations
         needed = self.test == "permutation" or self.height_control == "max"
@@ -118,16 +124,8 @@ def compare(
             for condition in conditions
         },
         columns=table.columns,
-        n_a=tested.n_a,
-        n_b=tested.n_b,
-        effect=tested.effect,
-        g=tested.g,
-        ci_low=tested.ci_low,
-        ci_high=tested.ci_high,
-        statistic=tested.statistic,
-        dof=tested.dof,
+        **vars(replace(tested, p=p)),
         dof_num=trial.dof_num,
-        p=p,
         q=q,
         p_max=None if permuted is None else permuted.p_max,
         survives=survives,
@@ -139,7 +137,7 @@ def compare(
 
 
 def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> ContrastTrial:
-    """The prompts of a contrast with the number of their group, ready to be tested.
+    """Return the prompts of a contrast with the number of their group, ready to be tested.
 
     Raises:
         InspectionError: The contrast names no groups of the table, or nothing can be paired.
@@ -173,7 +171,7 @@ def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Co
 
 
 def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
-    """The prompts that have a partner, in the order of the first condition's; others are noted."""
+    """Return the prompts that have a partner, ordered as the first condition's; note others."""
     if len(conditions) != 2:
         raise InspectionError(
             f"Pairs are of two conditions, and the contrast has {len(conditions)}: "
@@ -237,7 +235,7 @@ class ContrastTrial:
 
     @property
     def name(self) -> str:
-        """Which test it is, in a few words."""
+        """The name of the test, such as "paired t"."""
         name = "F" if len(self.weights) > 1 else "paired t" if self.is_paired else "Welch t"
         return f"permutation {name}" if self.options.test == "permutation" else name
 
@@ -259,7 +257,7 @@ class ContrastTrial:
         return tested, self._permute(values, tested, number) if number else None
 
     def _values(self) -> NDArray[np.floating]:
-        """(n, v), or the weighted differences of pairs; exchanged labels turn a pair around."""
+        """Return (n, v), or the weighted differences of pairs; exchanged labels turn pairs."""
         if not self.is_paired:
             return self.table.values
         half = len(self.labels) // 2
@@ -269,7 +267,7 @@ class ContrastTrial:
         return found
 
     def _rounding(self) -> Doubles | None:
-        """(v,) what values may differ by through rounding; None leaves it to the groups' means.
+        """Return (v,) how much rounding may change values; None leaves it to the groups' means.
 
         The difference of a pair is rounded as its two values are. A unit near 0 is rounded as the
         units of its layer are that it was computed with.
@@ -319,26 +317,29 @@ class ContrastTrial:
         )  # fmt: skip
 
     def differences(self) -> dict[str, Doubles]:
-        """Layer -> (w,) the weighted sum of the groups' mean vectors.
+        """Return layer -> (w,) the weighted sum of the groups' mean vectors.
 
         Raises:
             InspectionError: There are none; the message says why.
         """
         if self.table.vectors is None:
-            raise InspectionError("There are no mean vectors in what was compared.")
+            raise InspectionError(
+                "There are no mean vectors in what was compared. Scan the prompts as a dataset, "
+                "with ScanOptions(vectors=...)."
+            )
         groups = dict(zip(self.table.places.tolist(), self.labels.tolist(), strict=True))
         found = self.table.vectors(groups, self.weights.shape[1])
         return {layer: self.weights[0] @ means for layer, means in found.items()}
 
     def decide(self) -> tuple[Tested, Permuted | None, Doubles, Doubles, NDArray[np.bool_]]:
-        """What was found, p, q, and what survives."""
+        """Return what was found, p, q, and what survives."""
         tested, permuted = self.run()
         use = self.options.test == "permutation" and permuted is not None
         p = permuted.p if use and permuted is not None else tested.p
         return (tested, permuted, p, *threshold(p, permuted, self.options))
 
     def calibrate(self, draws: int, seed: int) -> int:
-        """In how many relabellings anything survives: a share of alpha, if the test is right."""
+        """Return in how many relabellings anything survives: a share of alpha, if all is right."""
         random = np.random.default_rng(seed)
         half = len(self.labels) // 2
         found = 0
@@ -364,7 +365,7 @@ def _joined(parts: Sequence[Tested]) -> Tested:
 def threshold(
     p: Doubles, permuted: Permuted | None, options: TestOptions
 ) -> tuple[Doubles, NDArray[np.bool_]]:
-    """The adjusted p-values, and what survives."""
+    """Return the adjusted p-values, and what survives."""
     control = options.height_control
     if control == "max":
         q = np.full(p.shape, np.nan) if permuted is None else permuted.p_max

@@ -1,8 +1,9 @@
-"""A contrast on the viewer's board: kinds of layers down, blocks across, as in its picture.
+"""Show a contrast in the viewer: kinds of layers down, blocks across, as in its picture.
 
-A cell is the strongest of a layer's voxels; a row expands to all of them. Colour is the effect,
-faint cells have a small statistic, and what survives is outlined. The sequences of the board are
-the same contrast at several thresholds, its own first.
+`viewing.board_of` makes a `ContrastBoard`. A cell is the strongest of a layer's voxels, and a row
+expands to all of them. Colour is the effect, faint cells have a small statistic, and what survives
+is outlined. The sequences of the board are the same contrast at several thresholds, its own first.
+Texts may change freely; the names of metrics and the keys of panels are read by the page.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from numpy.typing import NDArray
 from torchfmri._contrast.corrections import adjust_bonferroni, adjust_fdr
 from torchfmri._contrast.picture import block_number, opacities
 from torchfmri._contrast.record import Contrast
+from torchfmri._contrast.thresholds import count_sentence, outline_meaning, threshold_title
 from torchfmri._text import layer_label, number_text, plural, printable, star
 from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Overlay, Panel
 
 _BEFORE, _AFTER = "in", "out"
 _PEAKS = 20
-_CONTROLS = {
-    "fdr": "FDR", "bonferroni": "Bonferroni", "max": "the largest statistic", "fpr": "uncorrected",
-}  # fmt: skip
 _OTHERS: tuple[tuple[str | None, float], ...] = (
     ("fdr", 0.05),
     ("fdr", 0.01),
@@ -48,15 +47,19 @@ class ContrastBoard(Board):
     def __init__(self, contrast: Contrast, path: Path | None = None) -> None:
         self.contrast, self.path = contrast, path and path.absolute()
         self._judged = _thresholds(contrast)
+        self._rank = np.empty(len(contrast), np.int64)
+        self._rank[contrast.ranked(None)] = np.arange(len(contrast))
         self._lay_out()
         shades = {
             "g": contrast.g,
             "effect": contrast.effect,
             "statistic": contrast.statistic,
             "opacity": opacities(contrast),
+            "p": contrast.p,
         }
         self._shades = [
-            {**shades, "survives": each.survives.astype(np.float64)} for each in self._judged
+            {**shades, "q": each.q, "survives": each.survives.astype(np.float64)}
+            for each in self._judged
         ]
 
     def _lay_out(self) -> None:
@@ -122,7 +125,7 @@ class ContrastBoard(Board):
         return [len(each) for each in self._places.values()]
 
     def about(self) -> dict[str, Any]:
-        """What the head of the page says."""
+        """Return what the head of the page says."""
         contrast = self.contrast
         place = f"torchfmri.load_contrast({str(self.path)!r})" if self.path else "contrast"
         about: dict[str, Any] = {
@@ -133,7 +136,7 @@ class ContrastBoard(Board):
             "rows": "↑ kinds of layers",
         }
         if len(self._judged) > 1:
-            about["choices"] = [_title(each) for each in self._judged]
+            about["choices"] = [threshold_title(each) for each in self._judged]
         if not contrast.is_f:
             about["ends"] = ["lower", "higher"]
             if len(contrast.conditions) == 2:
@@ -142,20 +145,20 @@ class ContrastBoard(Board):
         return about
 
     def entries(self) -> Sequence[Entry]:
-        """The contrast at each threshold."""
+        """Return the contrast at each threshold."""
         sizes = ", ".join(str(len(each)) for each in self.contrast.prompts.values())
         question = printable(self.contrast.question)
         return [
-            Entry(question, len(self._pieces), f"n = {sizes}; {_title(each)}")
+            Entry(question, len(self._pieces), f"n = {sizes}; {threshold_title(each)}")
             for each in self._judged
         ]
 
     def length(self, sequence: int) -> int:
-        """How many blocks there are, with what stands before and after them."""
+        """Return how many blocks there are, with what stands before and after them."""
         return len(self._pieces)
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """The effect, as far as there is one, and the statistic."""
+        """Return the effect, as far as there is one, and the statistic."""
         contrast, level = self.contrast, self.contrast.level
         strongest = "" if level == "layer" else f" The strongest {level} of each layer."
         test = f"{contrast.test} over {self._prompts()}"
@@ -174,6 +177,8 @@ class ContrastBoard(Board):
             ),
             Metric("opacity", "", "", shown=False),
             Metric("survives", "", "", shown=False),
+            Metric("p", "", "", shown=False),
+            Metric("q", "", "", shown=False),
         ]  # fmt: skip
         return [each for each in found if not np.isnan(self._shades[0][each.name]).all()]
 
@@ -184,31 +189,53 @@ class ContrastBoard(Board):
         )
 
     def overlay(self, sequence: int) -> Overlay:
-        """Opacity by the statistic, an outline around what survives."""
-        contrast = self._judged[sequence]
-        if np.isnan(contrast.p).all():
-            meaning = "nothing is tested: effects only"
-        elif contrast.height_control is None:
-            meaning = "no threshold: nothing is outlined"
-        else:
-            meaning = f"survives {_CONTROLS[contrast.height_control]} at {contrast.alpha:g}"
+        """Return the overlay: opacity by the statistic, an outline around what survives."""
+        meaning = outline_meaning(self._judged[sequence])
         return Overlay(opacity="opacity", outline="survives", meaning=meaning)
 
+    def headline(self, sequence: int) -> str:
+        """Return how many differ at this threshold, and which does most."""
+        contrast = self._judged[sequence]
+        return f"{count_sentence(contrast)}{self._peak(contrast)}"
+
+    def _peak(self, contrast: Contrast) -> str:
+        """Return the strongest of a contrast, where it is and which way it goes."""
+        peak = contrast.ranked(1)
+        if not peak:
+            return ""
+        layer = str(contrast.columns.layer[peak[0]])
+        part = contrast.columns[[peak[0]]].names[0][len(layer) :]
+        row, column = self._cells[layer]
+        block = block_number(layer)
+        place = f"{row}{part}" + (f" of block {self._pieces[column]}" if block is not None else "")
+        p = contrast.p[peak[0]]
+        evidence = "" if np.isnan(p) else f", p {number_text(p)}"
+        lead = "Largest effect" if np.isnan(p) else "Strongest evidence"
+        if contrast.is_f:
+            return f" {lead}: {place} (F {number_text(contrast.f[peak[0]])}{evidence})."
+        size, name = contrast.g[peak[0]], "g"
+        if np.isnan(size):
+            size, name = contrast.effect[peak[0]], "difference"
+        end = self.about()["ends"][int(size > 0)]
+        return f" {lead}: {place}, {end} ({name} {number_text(size)}{evidence})."
+
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """How many survive in each block."""
+        """Return how many survive in each block."""
         level = self.contrast.level
-        meaning = f"How many {level}s of the block survive: {_title(self._judged[sequence])}."
+        meaning = (
+            f"How many {level}s of the block survive: {threshold_title(self._judged[sequence])}."
+        )
         return [Metric("survivors", "Survivors", meaning, f"{level}s")]
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The numbers of some blocks."""
+        """Return the numbers of some blocks."""
         pieces = self._pieces[first:last]
         nothing = [0] * len(pieces)
         ids = list(range(first, first + len(pieces)))
         return {"pieces": pieces, "ids": ids, "generated": nothing, "special": nothing}
 
     def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:
-        """(block, row) the values of a plane."""
+        """Return (block, row) the values of a plane."""
         if plane == TRACKS:
             survives = self._shades[sequence]["survives"]
             kept = sum(self._taken(survives, row).sum(0) for row in self._rows)
@@ -220,7 +247,7 @@ class ContrastBoard(Board):
         return _at(shade, self._places[plane]).T.astype(np.float32)
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
-        """Blocks that have no such layer."""
+        """Return where a block has no such layer."""
         if plane == TRACKS:
             return None
         if plane == LAYERS:
@@ -229,7 +256,7 @@ class ContrastBoard(Board):
         return absent
 
     def names(self, plane: str) -> Sequence[str]:
-        """The names of the rows of a plane; parts are called as in the layer that has most."""
+        """Return the names of the rows of a plane; parts are named by the layer with most."""
         if plane in (LAYERS, TRACKS):
             return self._rows if plane == LAYERS else ["survivors"]
         places = self._places[plane]
@@ -242,9 +269,10 @@ class ContrastBoard(Board):
         return found if unique else [f"{plane}[{at}]" for at in range(len(found))]
 
     def panels(self, sequence: int) -> Sequence[Panel]:
-        """The table of peaks."""
+        """Return the table of peaks."""
         contrast = self._judged[sequence]
         size, values = ("F", contrast.f) if contrast.is_f else ("g", contrast.g)
+        name, judged = ("q", contrast.q) if _is_corrected(contrast) else ("p", contrast.p)
         rows: list[list[Any]] = []
         for index in contrast.ranked(_PEAKS):
             layer = str(contrast.columns.layer[index])
@@ -252,15 +280,15 @@ class ContrastBoard(Board):
             part = contrast.columns[[index]].names[0][len(layer) :]
             link = {"layer": row, "column": column, "text": row + part}
             mark = "●" if contrast.survives[index] else ""
-            numbers = number_text(values[index]), number_text(contrast.q[index])
+            numbers = number_text(values[index]), number_text(judged[index])
             rows.append([mark, self._pieces[column], link, *numbers])
-        data = {"columns": ["", "block", contrast.level, size, "q"], "rows": rows}
+        data = {"columns": ["", "block", contrast.level, size, name], "rows": rows}
         count = plural(int(contrast.survives.sum()), contrast.level)
         title = f"Peaks: {count} survive" if contrast.height_control else "Peaks: no threshold"
         return (Panel("peaks", title, "table", data),)
 
     def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
-        """Everything about one cell."""
+        """Return a panel with everything about one cell."""
         kind, _, part = row.partition("[")
         if kind not in self._places:
             return ()
@@ -276,16 +304,19 @@ class ContrastBoard(Board):
             "n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a),
             f"{1 - self.contrast.alpha:.0%} interval of g":
                 f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
-            "statistic": number_text(contrast.statistic[index]),
+            "F" if contrast.is_f else "t": number_text(contrast.statistic[index]),
             "degrees of freedom": number_text(peak.dof),
-            "p": number_text(peak.p), "q": number_text(peak.q),
-            "survives": "yes" if peak.survives else "no",
+            "p": number_text(peak.p),
         }  # fmt: skip
+        if _is_corrected(contrast):
+            pairs["q"] = number_text(peak.q)
+        if contrast.height_control is not None:
+            pairs["survives"] = "yes" if peak.survives else "no"
         data = {"columns": ["", ""], "rows": [[key, value] for key, value in pairs.items()]}
         return (Panel("cell", contrast.columns[[index]].names[0], "table", data),)
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """Nothing: what has to be known is in the notes."""
+        """Return nothing: what has to be known is in the notes."""
         return ()
 
     # -- cells -------------------------------------------------------------------------------
@@ -294,19 +325,14 @@ class ContrastBoard(Board):
         return np.nan_to_num(_at(shade, self._places[row]))
 
     def _first(self, places: NDArray[np.int64]) -> int | None:
-        """The strongest of some places: by the statistic, else by the effect."""
+        """Return the strongest of some places, in the order of the table of peaks."""
         kept = places[places >= 0]
-        if not len(kept):
-            return None
-        sizes = np.abs(self.contrast.statistic[kept])
-        if np.isnan(sizes).all():
-            sizes = np.abs(self.contrast.effect[kept])
-        return int(kept[np.nan_to_num(sizes, nan=-1.0).argmax()])
+        return int(kept[self._rank[kept].argmin()]) if len(kept) else None
 
     def _strongest(
         self, shade: NDArray[np.float64], row: str, is_outline: bool
     ) -> NDArray[np.float64]:
-        """(block,) the value of the strongest part; outlined is what any of them survives."""
+        """Return (block,) the value of the strongest part; an outline, if any part survives."""
         if is_outline:
             return np.asarray(self._taken(shade, row).max(0))
         chosen = [self._first(column) for column in self._places[row].T]
@@ -314,7 +340,7 @@ class ContrastBoard(Board):
 
 
 def _thresholds(contrast: Contrast) -> list[Contrast]:
-    """The contrast as it is, and judged by other thresholds; alone where nothing is tested."""
+    """Return the contrast as it is, and judged by other thresholds if anything was tested."""
     if np.isnan(contrast.p).all():
         return [contrast]
     found = [contrast]
@@ -331,21 +357,19 @@ def _thresholds(contrast: Contrast) -> list[Contrast]:
     return found
 
 
-def _title(contrast: Contrast) -> str:
-    """The threshold of a contrast in a word or two."""
-    if contrast.height_control is None:
-        return "none"
-    return f"{_CONTROLS[contrast.height_control]} {contrast.alpha:g}"
+def _is_corrected(contrast: Contrast) -> bool:
+    """Return whether q is another number than p."""
+    return contrast.height_control not in (None, "fpr")
 
 
 def _at(shade: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The values at places; nan where there is none."""
+    """Return the values at places; nan where there is none."""
     found: NDArray[np.float64] = np.where(places >= 0, shade[places], np.nan)
     return found
 
 
 def _square(places: dict[int, list[int]], columns: int) -> NDArray[np.int64]:
-    """(part, column) places, -1 for none."""
+    """Return (part, column) places, -1 for none."""
     found = np.full((max(map(len, places.values())), columns), -1, np.int64)
     for column, own in places.items():
         found[: len(own), column] = own

@@ -1,4 +1,9 @@
-"""The table of a contrast: as a frame, as a file, and as text for terminals and pages."""
+"""The table of a contrast: as a DataFrame, as a file, and as text for terminals and pages.
+
+The methods of `Contrast` call these functions. All three tables have the columns of
+`Contrast.headings`, which are public. In JSON, None stands for what is not finite, because JSON has
+no NaN.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,7 @@ def grid_of(contrast: Contrast, places: list[int]) -> Grid:
 
 
 def _size_columns(contrast: Contrast, peaks: list[Peak]) -> list[Column]:
-    """What the table says of a statistic: t with g and its interval, or F with its dof."""
+    """Return what the table says of a statistic: t with g and its interval, or F with its dof."""
     if contrast.is_f:
         freedom = [f"{peak.dof_num}, {number_text(peak.dof)}" for peak in peaks]
         return [

@@ -1,4 +1,9 @@
-"""Many tests at once: which of them survive, and how their p-values are adjusted."""
+"""Adjust p-values for many tests at once.
+
+`comparison.threshold` and `ContrastBoard` use these functions. nan marks a column that was not
+tested: it stays nan and does not count as a test. The results are compared with statsmodels in
+`test_contrast.py`. A new way to adjust also needs its name in `HEIGHT_CONTROLS`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ Bonferroni or by the permutation distribution of the largest statistic, no corre
 
 
 def adjust_fdr(p: Doubles) -> Doubles:
-    """Benjamini and Hochberg's q of each p; nan marks what was not tested and stays nan.
+    """Return Benjamini and Hochberg's q of each p; nan marks what was not tested and stays nan.
 
     Examples:
         >>> adjust_fdr(np.array([0.01, 0.04, np.nan, 0.03])).round(4).tolist()
@@ -29,6 +34,6 @@ def adjust_fdr(p: Doubles) -> Doubles:
 
 
 def adjust_bonferroni(p: Doubles) -> Doubles:
-    """Each p times the number of tests, at most 1; nan stays nan."""
+    """Return each p times the number of tests, at most 1; nan stays nan."""
     found: Doubles = np.minimum(p * np.count_nonzero(~np.isnan(p)), 1.0)
     return found

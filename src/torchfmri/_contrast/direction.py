@@ -1,4 +1,9 @@
-"""The difference of two conditions as a vector, with random ones as its control."""
+"""The difference of two conditions as a vector to steer with, and random ones as its control.
+
+`Contrast.direction` returns a `Direction`, which is public; `steer` in `_lesion` takes its vector.
+The random directions have the same length, so that a steered answer can be compared with what any
+push of that size does.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ class Direction:
         return float(np.linalg.norm(self.vector))
 
     def random(self, number: int = 10, seed: int = 0) -> Doubles:
-        """(number, w) random directions of the same length: the control of what steering does."""
+        """Return (number, w) random directions of the same length, as a control for steering."""
         check_number("number", number, 1, "how many directions, such as 10")
         drawn = np.random.default_rng(seed).normal(size=(number, len(self.vector)))
         found: Doubles = drawn * (self.norm / np.linalg.norm(drawn, axis=1, keepdims=True))

@@ -1,7 +1,8 @@
 """Tails of Student's t and of F, in float64, from the incomplete beta function.
 
 Written out here because the package needs torch and numpy only, and neither has them. SciPy is the
-oracle in the tests: both agree to 1e-10 relative, down to probabilities of 1e-200.
+oracle in the tests: both agree to 1e-10 relative, down to probabilities of 1e-200. That is why x
+and 1 - x are passed separately: tails that small are lost when one is computed from the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _CLOSE = 1e-16
 
 
 def t_tail(t: ArrayLike, dof: ArrayLike, *, two_sided: bool = True) -> Doubles:
-    """P(|T| >= |t|), or P(T >= t) where it is one-sided; nan where t or dof is.
+    """Return P(|T| >= |t|), or P(T >= t) if one-sided; nan where t or dof is.
 
     Examples:
         >>> t_tail(2.0, 10.0).round(6).item()
@@ -41,7 +42,7 @@ def t_tail(t: ArrayLike, dof: ArrayLike, *, two_sided: bool = True) -> Doubles:
 def t_power(
     shift: float, dof: float, alpha: float, *, two_sided: bool = True, points: int = 20_001
 ) -> float:
-    """How often a t-test at `alpha` finds something where t is noncentral, shifted by so much.
+    """Return how often a t-test at `alpha` finds something if t is noncentral, shifted by so much.
 
     Given the estimated spread u the statistic is normal, so it is integrated over the distribution
     of u, that of chi over the root of its degrees of freedom.
@@ -66,7 +67,7 @@ def _normal_below(z: Doubles) -> Doubles:
 
 
 def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
-    """P(F >= f) with `above` and `below` degrees of freedom.
+    """Return P(F >= f) with `above` and `below` degrees of freedom.
 
     Examples:
         >>> f_tail(4.0, 2.0, 20.0).round(6).item()
@@ -83,7 +84,7 @@ def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
 
 
 def t_quantile(share: float, dof: float) -> float:
-    """The t below which so large a share lies, by Newton's method.
+    """Return the t below which so large a share lies, by Newton's method.
 
     Examples:
         >>> round(t_quantile(0.975, 10.0), 6)
@@ -105,12 +106,12 @@ def t_quantile(share: float, dof: float) -> float:
 
 
 def normal_quantile(share: float) -> float:
-    """The z below which so large a share lies."""
+    """Return the z below which so large a share lies."""
     return NormalDist().inv_cdf(share)
 
 
 def incomplete_beta(a: Doubles, b: Doubles, x: Doubles, y: Doubles) -> Doubles:
-    """The regularised incomplete beta function I_x(a, b); nan where something is nan.
+    """Return the regularised incomplete beta function I_x(a, b); nan where something is nan.
 
     Args:
         a: Above zero.
@@ -141,7 +142,7 @@ def _log_beta(a: Doubles, b: Doubles) -> Doubles:
 
 
 def _fraction(a: Doubles, b: Doubles, x: Doubles) -> Doubles:
-    """The continued fraction of the incomplete beta function, by Lentz's method."""
+    """Return the continued fraction of the incomplete beta function, by Lentz's method."""
 
     def kept(values: Doubles) -> Doubles:
         return np.where(np.abs(values) < _TINY, _TINY, values)

@@ -1,7 +1,10 @@
 """Tests over prompts: Welch's t of weighted groups, the paired t, and F for several contrasts.
 
-A prompt counts once, whatever its length: tokens of one prompt are not independent.
-Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
+`ContrastTrial` calls them for a block of columns; they return a `Tested`, whose fields are those of
+a `Contrast`. A prompt counts once, whatever its length: tokens of one prompt are not independent.
+Results equal those of scipy and statsmodels to 1e-10, which `test_contrast.py` checks. Differences
+as small as the rounding of float32 are no variance: without this rule constant columns would be
+"significant". Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from torchfmri._contrast.distributions import Doubles, f_tail, normal_quantile, t_tail
 
@@ -19,15 +22,15 @@ _SAME = 4 * float(np.finfo(np.float32).eps)
 
 @dataclass(eq=False)
 class Tested:
-    """What a test found, (v,) each.
+    """The outcome of a test, (v,) each.
 
     Attributes:
         n_a: Prompts with a value, of positive weight.
-        n_b: Of negative weight.
+        n_b: Prompts with a value, of negative weight.
         effect: The weighted sum of the groups' means; of F, the largest distance of two means.
         g: Hedges g.
-        ci_low: The ends of its interval.
-        ci_high: The same.
+        ci_low: Where its interval begins.
+        ci_high: Where it ends.
         statistic: t, or F.
         dof: Its degrees of freedom; of F, those of the denominator.
         p: Its p-value; nan where nothing was tested.
@@ -45,7 +48,7 @@ class Tested:
 
 
 def rounding_of(size: Doubles) -> Doubles:
-    """What values of this size may differ by through rounding alone."""
+    """Return what values of this size may differ by through rounding alone."""
     return _SAME * size
 
 
@@ -85,7 +88,7 @@ class Moments:
 def hedges(
     effect: Doubles, deviation: Doubles, dof: Doubles, spread: Doubles, alpha: float, less: float
 ) -> tuple[Doubles, Doubles, Doubles]:
-    """Hedges g with the ends of its interval.
+    """Return Hedges g with the ends of its interval.
 
     g = J effect / deviation with J = 1 - 3 / (4 dof - 1); its variance is spread + g^2 / (2 (dof -
     less)), and the interval is that of a normal distribution. For two groups this is what
@@ -108,7 +111,7 @@ def welch(
     two_sided: bool,
     rounding: Doubles | None = None,
 ) -> Tested:
-    """Welch's test of a weighted sum of the groups' means, with Satterthwaite's dof.
+    """Test a weighted sum of the groups' means by Welch's t, with Satterthwaite's dof.
 
     g is that of the weights divided by the sum of the positive ones, so that it is a distance in
     standard deviations however the weights are scaled.
@@ -155,7 +158,7 @@ def paired(
     two_sided: bool,
     rounding: Doubles | None = None,
 ) -> Tested:
-    """The t-test of differences within pairs, (n, v), against 0; g is that of the differences.
+    """Test differences within pairs, (n, v), against 0 by t; g is that of the differences.
 
     Args:
         differences: (n, v).
@@ -184,7 +187,7 @@ def f_test(
     contrasts: Doubles,
     rounding: Doubles | None = None,
 ) -> tuple[Tested, int]:
-    """The F-test of several contrasts at once, with one variance for all groups.
+    """Test several contrasts at once by F, with one variance for all groups.
 
     Args:
         values: (n, v).
@@ -202,22 +205,24 @@ def f_test(
         error = found.square.sum(0) / below
         error = np.where((found.variance <= 0).all(0), np.nan, error)
         f = _explained(contrasts, found) / dof_num / error
-    nothing = np.full(values.shape[1], np.nan)
+    number = found.count.sum(0).astype(np.int64)
+    furthest = found.mean.max(0) - found.mean.min(0)
+    return tested_by_f(number, furthest, f, dof_num, below), dof_num
+
+
+def tested_by_f(
+    number: NDArray[np.int64], effect: Doubles, f: Doubles, dof_num: int, dof: ArrayLike
+) -> Tested:
+    """Return the outcome of an F-test, which has no second side and no g; p follows from f."""
+    nothing, below = np.full(len(f), np.nan), np.where(np.isnan(f), np.nan, dof)
     return Tested(
-        n_a=found.count.sum(0).astype(np.int64),
-        n_b=np.zeros(values.shape[1], np.int64),
-        effect=found.mean.max(0) - found.mean.min(0),
-        g=nothing,
-        ci_low=nothing,
-        ci_high=nothing,
-        statistic=f,
-        dof=np.where(np.isnan(f), np.nan, below),
-        p=f_tail(f, float(dof_num), np.where(np.isnan(f), np.nan, below)),
-    ), dof_num
+        n_a=number, n_b=np.zeros_like(number), effect=effect, g=nothing, ci_low=nothing,
+        ci_high=nothing, statistic=f, dof=below, p=f_tail(f, float(dof_num), below),
+    )  # fmt: skip
 
 
 def _explained(contrasts: Doubles, found: Moments) -> Doubles:
-    """(v,) the squares that the contrasts explain: (C m)' (C diag(1/n) C')^-1 (C m)."""
+    """Return (v,) the squares that the contrasts explain: (C m)' (C diag(1/n) C')^-1 (C m)."""
     gaps = contrasts @ found.mean
     result = np.full(gaps.shape[1], np.nan)
     counts, which = np.unique(found.count, axis=1, return_inverse=True)

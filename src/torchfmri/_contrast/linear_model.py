@@ -1,9 +1,10 @@
 """A general linear model in two levels, as fMRI does it: tokens within a prompt, then prompts.
 
-At the first level each prompt has a regression of its own, over its tokens; only its coefficients
-go on. At the second level these are regressed on what is known of the prompts. So the unit of
-replication is the prompt, and tokens that resemble their neighbours do no harm.
-Index letters: n prompts, v columns, k regressors, q contrasts.
+`Scan.glm` returns a `GLM`, and `GLM.contrast` tests its coefficients. At the first level each
+prompt has a regression of its own over its tokens; only its coefficients go on. At the second level
+these are regressed on what is known of the prompts (`second_level`). So the unit of replication is
+the prompt, and tokens that resemble their neighbours do no harm. `GLM` is public. Index letters: n
+prompts, v columns, k regressors, q contrasts.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class GLM:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """What can be tested: the names of all coefficients."""
+        """The names of all coefficients, each of which can be tested."""
         return tuple(name for level in self.levels.values() for name in level.names)
 
     @property
@@ -117,7 +118,7 @@ class GLM:
         weights = read_terms(term, self.terms)
         level, weights = self._level(weights, term)
         fitted = fit(level, weights, options)
-        q, survives = threshold(fitted["p"], None, options)
+        q, survives = threshold(fitted.p, None, options)
         used = dict(zip(level.names, weights.T, strict=True))
         kept = tuple(name for name in level.names if used[name].any())
         return Contrast(
@@ -139,11 +140,11 @@ class GLM:
             dof_num=len(weights) if len(weights) > 1 else None,
             notes=self.notes,
             trial=Refit(level, weights, options),
-            **fitted,
+            **vars(fitted),
         )
 
     def _level(self, weights: Doubles, term: Any) -> tuple[Level, Doubles]:
-        """The level that all terms belong to, and their weights there."""
+        """Return the level that all terms belong to, and their weights there."""
         at = 0
         for level in self.levels.values():
             own = weights[:, at : at + len(level.names)]
@@ -166,7 +167,7 @@ class GLM:
         return replace(self, levels=levels)
 
     def _matrix(self, prompt: str | None) -> tuple[Doubles, tuple[str, ...], list[str], str]:
-        """A design matrix, the names of its columns and rows, and what a row is."""
+        """Return a design matrix, the names of its columns and rows, and what a row is."""
         if prompt is None:
             return self.design, self.design_names, list(self.prompts), "prompt"
         if prompt not in self.prompts:
@@ -176,12 +177,15 @@ class GLM:
                 f"{', '.join(map(repr, near)) or 'none'}. List them with glm.prompts."
             )
         if not self.token_names:
-            raise InspectionError(f"{self.formula!r} has no regressors of tokens.")
+            raise InspectionError(
+                f"{self.formula!r} has no regressors of tokens. Leave prompt= out, or add one, "
+                "such as surprisal."
+            )
         tokens = self.token_designs[self.prompts.index(prompt)]
         return tokens, self.token_names, list(map(str, range(len(tokens)))), "token that counts"
 
     def plot_design(self, prompt: str | None = None, *, ax: Axes | None = None) -> Axes:
-        """A design matrix as an image: prompts down, regressors across, each from -1 to 1.
+        """Draw a design matrix as an image: prompts down, regressors across, each from -1 to 1.
 
         Args:
             prompt: The name of a prompt, for the matrix of the regression over its tokens.
@@ -203,7 +207,7 @@ class GLM:
         return ax
 
     def table(self, width: int | None = None, *, prompt: str | None = None) -> str:
-        """A design matrix as text, a line for each prompt.
+        """Return a design matrix as text, a line for each prompt.
 
         Args:
             width: In characters; that of the terminal by default.
@@ -229,7 +233,7 @@ class GLM:
 def first_level(
     values: NDArray[np.floating], regressors: Doubles
 ) -> tuple[Doubles, Doubles] | None:
-    """The value (v,) of a prompt where its regressors are 0, and the slopes (r, v); None without.
+    """Return a prompt's values (v,) at regressors of 0 and its slopes (r, v); None if too short.
 
     Args:
         values: (s, v), finite.

@@ -1,4 +1,9 @@
-"""Reading a contrast from its file, as if an enemy had written it."""
+"""Load a contrast from its file: `torchfmri.load_contrast`.
+
+The file may be damaged or made by an enemy: nothing in it is run, the forms and lengths of all
+parts are checked, and whatever is wrong becomes a `FileFormatError`. `saving` has the format; a
+field that it adds must be optional here, because older files do not have it.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +22,11 @@ from torchfmri._contrast.saving import FLOATS, FORMAT, PLAIN, VERSION
 from torchfmri._files import is_intact, map_file, parse_tensors, require_forms, size_of, unseal
 from torchfmri.exceptions import FileFormatError
 
-_FORMS: dict[str, Any] = {
-    "question": str, "conditions": [str], "test": str, "alpha": float, "two_sided": bool,
-    "height_control": (str, None), "metric": str, "level": str, "tokens": str, "model": str,
-    "prompts": {str: [str]}, "dof_num": (int, None), "permutations": int, "notes": [str],
-    "calibration": ({str: (str, float)}, None), "layers": [str], "modules": {str: str},
-    "kinds": [str], "scans": [str],
-}  # fmt: skip
+_FORMS = {**PLAIN, "layers": [str], "modules": {str: str}, "kinds": [str]}
 
 
 def load_contrast(path: str | PathLike[str]) -> Contrast:
-    """The contrast in a file that `Contrast.save` wrote.
+    """Return the contrast in a file that `Contrast.save` wrote.
 
     It cannot be calibrated again: the prompts' own values are in the scan.
 
@@ -81,7 +80,9 @@ def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         raise ValueError(f"lengths {sorted(lengths)}")
     plain: dict[str, Any] = {name: record[name] for name in PLAIN}
     calibration = plain.pop("calibration")
-    floats: dict[str, Any] = {name: arrays[name] for name in FLOATS}
+    tested: dict[str, Any] = {
+        name: arrays[name] for name in (*FLOATS, "weights", "n_a", "n_b", "survives")
+    }
     return Contrast(
         **plain
         | {
@@ -92,15 +93,11 @@ def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         },
         calibration=None if calibration is None else Calibration(**calibration),
         columns=columns,
-        weights=arrays["weights"],
-        n_a=arrays["n_a"],
-        n_b=arrays["n_b"],
-        survives=arrays["survives"],
         p_max=arrays.get("p_max"),
         stored={
             name.partition("/")[2]: values
             for name, values in arrays.items()
             if name.startswith("difference/")
         },
-        **floats,
+        **tested,
     )

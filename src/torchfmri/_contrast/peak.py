@@ -1,4 +1,8 @@
-"""One row of the table of a contrast."""
+"""One row of the table of a contrast; `Contrast.peaks` returns a list of these.
+
+`Peak` is public. Its fields are also the headings of CSV, Parquet and JSON exports: new ones go to
+the end, none may be renamed.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ class Peak(NamedTuple):
         head: The number of the head or expert; None for others.
         unit: The first unit; None for a layer. Of a feature, its number.
         n: Prompts in all.
-        n_a: Those on the positive side; None for an F-test and a linear model, which have no sides.
-        n_b: Those on the negative side; None likewise.
+        n_a: Prompts on the positive side; None for an F-test and a linear model, without sides.
+        n_b: Prompts on the negative side; None for the same tests.
         effect: The difference of the means, in the units of the metric.
         g: Hedges g; nan for an F-test.
         ci_low: Where its interval begins.

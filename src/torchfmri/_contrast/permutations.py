@@ -1,9 +1,11 @@
-"""What the same prompts would show if their labels meant nothing: shuffled labels, flipped signs.
+"""Compute p by relabelling: what the same prompts show if their labels mean nothing.
 
-Under the null hypothesis the labels of prompts are exchangeable, whatever the distribution of the
-values, so the share of relabellings that reach what was seen is a p-value. The largest statistic of
-each relabelling is the null distribution of the largest one of all columns: what exceeds it holds
-for the whole family.
+`ContrastTrial` calls `permute`. Under the null hypothesis the labels of prompts are exchangeable,
+whatever the distribution of the values, so the share of relabellings that reach what was seen is a
+p-value. The largest statistic of each relabelling is the null distribution of the largest one of
+all columns: what exceeds it holds for the whole family. The true labelling is always among the
+relabellings, so that p is never 0. It must be computed exactly as the others are, since otherwise
+rounding decides whether it reaches itself.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def permute(
         values: (n, v).
         tested: (v,) which columns have a statistic; the others, and those that lack a value, are
             left out.
-        statistic: Of some columns, for all relabellings.
+        statistic: Computes the statistic of some columns, for all relabellings.
         relabellings: How many there are.
         exact: Whether these are all that there are.
         mirrored: Whether every relabelling has one beside it that only changes the sign.
@@ -104,7 +106,7 @@ def _slightly_below(target: Doubles) -> Doubles:
 def relabel(
     groups: NDArray[np.int64], number: int, random: np.random.Generator
 ) -> tuple[NDArray[np.int64], bool]:
-    """(m, n) labels, the true ones first, and whether they are all that there are.
+    """Return (m, n) labels, the true ones first, and whether they are all that there are.
 
     Two groups with few prompts are enumerated; otherwise labels are drawn.
     """
@@ -122,7 +124,7 @@ def relabel(
 
 
 def flip(n: int, number: int, random: np.random.Generator) -> tuple[Doubles, bool]:
-    """(m, n) signs of n differences, all + first, and whether they are all that there are."""
+    """Return (m, n) signs of n differences, all + first, and whether these are all there are."""
     if n < 63 and 2**n <= number:
         return np.array(list(product((1.0, -1.0), repeat=n))), True
     drawn = random.choice([1.0, -1.0], size=(number, n))
@@ -130,7 +132,7 @@ def flip(n: int, number: int, random: np.random.Generator) -> tuple[Doubles, boo
 
 
 def welch_statistic(labels: NDArray[np.int64], weights: Doubles) -> Statistic:
-    """Welch's t of weighted groups, for labels (m, n)."""
+    """Return a function that computes Welch's t of weighted groups, for labels (m, n)."""
 
     def statistic(values: NDArray[np.floating]) -> Doubles:
         effect = squared = np.zeros(values.shape[1])
@@ -145,7 +147,7 @@ def welch_statistic(labels: NDArray[np.int64], weights: Doubles) -> Statistic:
 
 
 def f_statistic(labels: NDArray[np.int64], contrasts: Doubles) -> Statistic:
-    """The squares that contrasts (q, k) explain over those left, which orders as F does."""
+    """Return a function: what contrasts (q, k) explain over the rest, which orders as F does."""
 
     def statistic(values: NDArray[np.floating]) -> Doubles:
         groups = _by_group(values, labels, contrasts.shape[1])
@@ -181,7 +183,7 @@ class _Group(NamedTuple):
 
 
 def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], number: int) -> list[_Group]:
-    """The groups of values (n, v) under labels (m, n).
+    """Return the groups of values (n, v) under labels (m, n).
 
     Sums of squares by products of matrices are fast, but they lose their digits where groups are
     far apart and narrow. Those few are computed again from deviations.
@@ -215,7 +217,7 @@ def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], number: i
 
 
 def paired_statistic(signs: Doubles) -> Statistic:
-    """The mean of differences (n, v) with these signs (m, n), over their root mean square.
+    """Return a function for differences (n, v): their mean with signs (m, n) over their rms.
 
     It orders as t does, also among columns, and no digits are lost where all differences are alike.
     """

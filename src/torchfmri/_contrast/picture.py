@@ -1,4 +1,9 @@
-"""The map of a contrast: kinds of layers down, blocks across, what survives outlined."""
+"""Draw the map of a contrast: kinds of layers down, blocks across, what survives outlined.
+
+`Contrast.plot_contrast` calls `plot_map`; `ContrastBoard` shows the same layout in the viewer.
+Colours, sizes and texts may change freely. A cell that stands for several voxels is outlined if any
+of them survives, and the title says how many it stands for: a picture must not hide a result.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +47,7 @@ class _Band(NamedTuple):
 
 
 class _Shades(NamedTuple):
-    """What cells show, (v,) each: colour, opacity, outline; and the scale of the colours."""
+    """The colour, opacity and outline of every column, (v,) each, and the scale of the colours."""
 
     values: NDArray[np.float64]
     sizes: NDArray[np.float64]
@@ -125,7 +130,7 @@ def _bands(contrast: Contrast) -> tuple[list[_Band], list[_Band], int]:
 
 
 def _lines(places: Sequence[int]) -> NDArray[np.int64]:
-    """(row, x) the places from left to right, in lines of equal length."""
+    """Return (row, x) the places from left to right, in lines of equal length."""
     lines = -(-len(places) // _MOST_ACROSS)
     across = max(-(-len(places) // lines), _FEWEST_ACROSS)
     found = np.full(lines * across, -1, np.int64)
@@ -134,7 +139,7 @@ def _lines(places: Sequence[int]) -> NDArray[np.int64]:
 
 
 def block_number(layer: str) -> int | None:
-    """The number of the block that a layer is in; None outside of blocks."""
+    """Return the number of the block that a layer is in; None outside of blocks."""
     number = next((part for part in layer.split(".") if part.isdigit()), None)
     return None if number is None else int(number)
 
@@ -143,7 +148,7 @@ def block_number(layer: str) -> int | None:
 
 
 def _colours(contrast: Contrast) -> tuple[NDArray[np.float64], str, ScalarMappable]:
-    """(v,) what the colours follow, what that is, and the scale."""
+    """Return (v,) what the colours follow, what that is, and the scale."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -162,7 +167,7 @@ def _colours(contrast: Contrast) -> tuple[NDArray[np.float64], str, ScalarMappab
 
 
 def opacities(contrast: Contrast) -> NDArray[np.float64]:
-    """(v,) opacity: the size of the statistic against the smallest one that survives."""
+    """Return (v,) opacity: the size of the statistic against the smallest one that survives."""
     size = np.abs(contrast.statistic)
     if np.isnan(size).all():
         return np.ones(len(contrast))
@@ -172,7 +177,7 @@ def opacities(contrast: Contrast) -> NDArray[np.float64]:
 
 
 def _cells(places: NDArray[np.int64], shades: _Shades) -> _Cells:
-    """The cells of a band; of too many rows the strongest of some neighbours."""
+    """Return the cells of a band; of too many rows the strongest of some neighbours."""
     there = places >= 0
     at = np.where(there, places, 0)
     values = np.where(there, shades.values[at], np.nan)
@@ -191,7 +196,7 @@ def _cells(places: NDArray[np.int64], shades: _Shades) -> _Cells:
 
 
 def _pooled(places: NDArray[np.int64]) -> int:
-    """How many rows of a band are drawn as one."""
+    """Return how many rows of a band are drawn as one."""
     return max(-(-len(places) // _MOST_ROWS), 1)
 
 

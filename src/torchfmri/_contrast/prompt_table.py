@@ -1,9 +1,14 @@
-"""One row per prompt, one column per layer, voxel or unit: what is compared."""
+"""The table that is compared: one row per prompt, one column per layer, voxel, unit or feature.
+
+`_scan/prompts` makes a `PromptTable`, and everything in this room reads it; the tests of this room
+make tables without any scan. nan marks a prompt without a value. `vectors` is a function and not an
+array: mean vectors are large, and few contrasts need them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +23,7 @@ BLOCK_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class PromptColumns:
-    """What the columns of a table are.
+    """The meaning of the columns of a table.
 
     Attributes:
         layer: (v,) the layer's name.
@@ -40,14 +45,8 @@ class PromptColumns:
         return len(self.layer)
 
     def __getitem__(self, where: Any) -> PromptColumns:
-        return PromptColumns(
-            layer=self.layer[where],
-            module=self.module[where],
-            kind=self.kind[where],
-            start=self.start[where],
-            count=self.count[where],
-            label=None if self.label is None else self.label[where],
-        )
+        chosen = {name: each[where] for name, each in vars(self).items() if each is not None}
+        return PromptColumns(**chosen)
 
     @property
     def head(self) -> NDArray[np.int64]:
@@ -118,28 +117,22 @@ class PromptTable:
     texts: Sequence[Any] = ()
 
     def rows(self, where: NDArray[Any]) -> PromptTable:
-        """The table of some prompts."""
-        return PromptTable(
+        """Return the table of some prompts."""
+        return replace(
+            self,
             names=[self.names[row] for row in where],
             groups=self.groups[where],
             pairs=None if self.pairs is None else self.pairs[where],
             values=self.values[where],
-            columns=self.columns,
             counts=self.counts[where],
-            metric=self.metric,
-            level=self.level,
-            tokens=self.tokens,
-            model=self.model,
             places=self.places[where] if len(self.places) else self.places,
-            vectors=self.vectors,
             notes=list(self.notes),
-            scans=self.scans,
             texts=[self.texts[row] for row in where] if len(self.texts) else self.texts,
         )
 
 
 def blocks(values: NDArray[Any], rows: int = 0) -> Iterator[slice]:
-    """Slices of columns, so many that their values take about BLOCK_BYTES as float64.
+    """Yield slices of columns, so many that their values take about BLOCK_BYTES as float64.
 
     Args:
         values: (n, v).

@@ -1,4 +1,10 @@
-"""A contrast as a record: one effect, interval and p-value per layer, voxel or unit."""
+"""The `Contrast` that users hold: one effect, interval and p-value per layer, voxel or unit.
+
+`compare`, `GLM.contrast` and `load_contrast` make one. Most methods hand it to the file that does
+the work (`contrast_table`, `picture`, `report`, `saving`); their documentation stands here because
+users look for it here. All fields are public, and most of them stand in `.contrast` files
+(`saving`): new ones need a default.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +56,13 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """What differs between conditions, and whether it can be believed.
+    """The differences between conditions, one per column, with their tests.
 
     Everything with the shape (v,) has one value per column: a layer, a voxel, a head or a unit.
 
     Attributes:
         question: The contrast in words, such as "true - false".
-        conditions: Those that are compared.
+        conditions: The conditions that are compared.
         weights: (q, k) the weight of each condition in each of the contrasts, as it was given.
         test: "Welch t", "paired t" or "F", after "permutation" where p is from relabellings; "GLM
             t" or "GLM F".
@@ -82,7 +88,7 @@ class Contrast:
         dof_num: The degrees of freedom of F's numerator; None for a t-test.
         p: (v,) the p-value; nan where nothing was tested.
         q: (v,) p adjusted as height_control says.
-        p_max: (v,) p by the largest statistic of all columns, where labels were permuted.
+        p_max: (v,) p by the largest statistic of all columns, if labels were permuted.
         survives: (v,) whether q is at most alpha.
         permutations: How many relabellings were compared, 0 for none.
         notes: What has to be known: power, lengths, what was not tested and why.
@@ -166,7 +172,7 @@ class Contrast:
         return (*first, *sides, *size, *statistic, "p", "q", "survives")
 
     def peaks(self, number: int | None = _PEAKS, layers: str = "*") -> list[Peak]:
-        """The rows of the table, the smallest p first; those without p by the size of g or effect.
+        """Return the rows of the table, the smallest p first; without p, by size of g or effect.
 
         Args:
             number: How many; None for all.
@@ -178,7 +184,7 @@ class Contrast:
         return [self.row(index) for index in self.ranked(number, layers)]
 
     def ranked(self, number: int | None = _PEAKS, layers: str = "*") -> list[int]:
-        """The places of the peaks in the arrays; see `peaks`."""
+        """Return the places of the peaks in the arrays; see `peaks`."""
         own = list(dict.fromkeys(self.columns.layer.tolist()))
         if number is not None:
             check_number("number", number, 0, "how many peaks, such as 20")
@@ -193,7 +199,7 @@ class Contrast:
         return [int(index) for index in order[:number]]
 
     def row(self, index: int) -> Peak:
-        """One row of the table."""
+        """Return one row of the table."""
         columns, head = self.columns, int(self.columns.head[index])
         kind = str(columns.kind[index])
         n_a, n_b = int(self.n_a[index]), int(self.n_b[index])
@@ -214,7 +220,7 @@ class Contrast:
         )
 
     def tidy(self, places: Iterable[int]) -> list[dict[str, Any]]:
-        """Rows of the table as mappings, for JSON: None stands for what is not finite."""
+        """Return rows of the table as mappings, for JSON: None stands for what is not finite."""
         rows = (self.row(place)._asdict() for place in places)
         return [{name: finite_or_none(row[name]) for name in self.headings} for row in rows]
 
@@ -235,7 +241,7 @@ class Contrast:
         export_table(self, check_file("path", path))
 
     def table(self, number: int = _PEAKS, width: int | None = None) -> str:
-        """The peaks as text, with what has to be known below.
+        """Return the peaks as text, with what has to be known below.
 
         Args:
             number: How many peaks.
@@ -298,11 +304,13 @@ class Contrast:
         if self.trial is not None:
             return self.trial.differences()
         if not self.stored:
-            raise InspectionError("This contrast was saved without mean vectors.")
+            raise InspectionError(
+                "This contrast was saved without mean vectors. Compute it again from its scan."
+            )
         return self.stored
 
     def direction(self, layer: str) -> Direction:
-        """The difference of the mean vectors of a layer, with random directions as its control.
+        """Return the difference of a layer's mean vectors, with random directions as its control.
 
         Raises:
             LayerNotFoundError: There is no mean vector of such a layer.
@@ -326,7 +334,7 @@ class Contrast:
     # -- calibration, pictures, files ------------------------------------------------------------
 
     def calibrate(self, draws: int = 200, seed: int = 0) -> Contrast:
-        """The same contrast with its calibration: how often shuffled labels find anything.
+        """Return the same contrast with its calibration: how often shuffled labels find anything.
 
         The labels of the prompts are shuffled (of pairs: exchanged) and the whole path is run
         again, so many times. Of a test that is right, a share of alpha finds something.
@@ -339,7 +347,11 @@ class Contrast:
         if np.isnan(self.p).all() or self.height_control is None:
             raise InspectionError(
                 "There is nothing to calibrate: this contrast has "
-                + ("no p-values." if np.isnan(self.p).all() else "no threshold.")
+                + (
+                    "no p-values. Compare at least two prompts of each condition."
+                    if np.isnan(self.p).all()
+                    else "no threshold. Choose height_control='fdr'."
+                )
             )
         if self.trial is None:
             raise InspectionError(
@@ -359,7 +371,7 @@ class Contrast:
         return replace(self, calibration=calibration)
 
     def plot_contrast(self, *, ax: Axes | None = None) -> Axes:
-        """The map: kinds of layers down, depth across; colour is g, what survives is outlined.
+        """Draw the map: kinds of layers down, depth across; colour is g, what survives is outlined.
 
         Opacity grows with the size of the statistic. A layer's voxels stand above each other, the
         first one on top. Needs the extra `plots`.

@@ -1,4 +1,9 @@
-"""What has to be said about a contrast: power, lengths, columns that were not tested."""
+"""The notes of a contrast: its power, copies of prompts, lengths, columns that were not tested.
+
+`compare` calls `remarks_of`, and `classify` uses some of the notes. They answer what a reviewer
+would ask, so a condition under which a result misleads belongs here. Wording may change freely;
+each note states the number that it is about.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ def detectable(
 
 
 def remarks_of(trial: ContrastTrial, tested: Tested, permuted: Permuted | None) -> list[str]:
-    """The notes of a contrast, the most important first."""
+    """Return the notes of a contrast, the most important first."""
     table, conditions, alpha = trial.table, trial.conditions, trial.options.alpha
     counts = _prompts_that_count(trial)
     return [
@@ -62,7 +67,7 @@ def remarks_of(trial: ContrastTrial, tested: Tested, permuted: Permuted | None) 
 
 
 def _prompts_that_count(trial: ContrastTrial) -> dict[str, int]:
-    """Condition -> how many of its prompts have a chosen token, of pairs: both of them."""
+    """Return condition -> how many of its prompts have a chosen token, of pairs: both of them."""
     chosen = trial.table.counts > 0
     if trial.is_paired:
         first, second = np.split(chosen, 2)
@@ -72,7 +77,7 @@ def _prompts_that_count(trial: ContrastTrial) -> dict[str, int]:
 
 
 def about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
-    """Prompts that are copies of each other count as one, and the tests do not know that."""
+    """Note prompts that are copies of each other: the tests take them for independent ones."""
     groups = table.groups.astype(str)
     said = []
     for condition in conditions:
@@ -135,7 +140,7 @@ def _about_permutations(permuted: Permuted | None, alpha: float) -> list[str]:
 
 
 def _about_lengths(table: PromptTable, conditions: Sequence[str]) -> list[str]:
-    """A mean over tokens depends on how many there are, if the first ones are special."""
+    """Note conditions whose prompts differ in length: a mean over tokens would show that too."""
     groups = table.groups.astype(str)
     own = [table.counts[groups == condition].astype(float) for condition in conditions]
     empty = int((table.counts == 0).sum())
@@ -167,7 +172,7 @@ def prompts_lacking(table: PromptTable, columns: NDArray[np.bool_]) -> list[str]
 def _about_columns(
     table: PromptTable, tested: Tested, permuted: Permuted | None, *, few: bool
 ) -> list[str]:
-    """Columns that were not tested, or with fewer prompts; `few`: no column could be tested."""
+    """Note columns not tested, or over fewer prompts; `few` says that none could be tested."""
     total = tested.n_a + tested.n_b
     known = int(total.max(initial=0))
     untested = np.isnan(tested.statistic)

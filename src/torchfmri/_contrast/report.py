@@ -1,4 +1,9 @@
-"""A contrast as one page: question, design, map, peaks, calibration."""
+"""Write a contrast as one page: question, design, map, peaks, calibration.
+
+`Contrast.report` returns a `ContrastReport`, whose methods have the names of nilearn's reports. The
+page is one file that loads nothing from anywhere. Names of prompts and layers come from the user's
+data: everything is escaped.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +51,7 @@ class ContrastReport:
     peaks: int = 20
 
     def html(self) -> str:
-        """The page: one file that loads nothing from anywhere."""
+        """Return the page: one file that loads nothing from anywhere."""
         title = escape(f"{self.contrast.question} ({self.contrast.model or 'a model'})")
         return (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

@@ -1,4 +1,9 @@
-"""A contrast in one file: its arrays as safetensors, everything else in the header."""
+"""Save a contrast in one file: its arrays as safetensors, everything else in the header.
+
+`Contrast.save` calls `write_contrast`, and `loading` reads the file. `FLOATS`, `PLAIN` and the
+names of the tensors are the stored format: files written before must still be read, so that names
+may be added and none may change. The header is sealed with a checksum.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +24,13 @@ if TYPE_CHECKING:
 FORMAT = "torchfmri-contrast"
 VERSION = 1
 FLOATS = ("effect", "g", "ci_low", "ci_high", "statistic", "dof", "p", "q")
-PLAIN = (
-    "question",
-    "conditions",
-    "test",
-    "alpha",
-    "height_control",
-    "two_sided",
-    "metric",
-    "level",
-    "tokens",
-    "model",
-    "prompts",
-    "dof_num",
-    "permutations",
-    "notes",
-    "calibration",
-    "scans",
-)
-"""What stands in the header as JSON."""
+PLAIN: dict[str, Any] = {
+    "question": str, "conditions": [str], "test": str, "alpha": float, "two_sided": bool,
+    "height_control": (str, None), "metric": str, "level": str, "tokens": str, "model": str,
+    "prompts": {str: [str]}, "dof_num": (int, None), "permutations": int, "notes": [str],
+    "calibration": ({str: (str, float)}, None), "scans": [str],
+}  # fmt: skip
+"""The fields of a contrast that stand in the header as JSON, with the form of each."""
 
 
 def write_contrast(contrast: Contrast, path: Path) -> None:

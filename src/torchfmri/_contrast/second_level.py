@@ -1,15 +1,20 @@
-"""The second level of a linear model: coefficients of prompts regressed on their fields."""
+"""Test the second level of a linear model: coefficients of prompts regressed on their fields.
+
+`GLM.contrast` calls `fit`, and `Refit` does so again with shuffled prompts for `calibrate`. It is
+ordinary least squares over prompts; `test_linear_model.py` compares it with statsmodels. A column
+that lacks a value of any prompt is not tested, because the design would differ from column to
+column.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from torchfmri._contrast.comparison import TestOptions, threshold
-from torchfmri._contrast.distributions import Doubles, f_tail, t_tail
-from torchfmri._contrast.group_tests import hedges
+from torchfmri._contrast.distributions import Doubles, t_tail
+from torchfmri._contrast.group_tests import Tested, hedges, tested_by_f
 from torchfmri.exceptions import InspectionError
 
 
@@ -43,7 +48,7 @@ class Refit:
     options: TestOptions
 
     def calibrate(self, draws: int, seed: int) -> int:
-        """In how many draws anything survives: a share of alpha, if the test is right.
+        """Return in how many draws anything survives: a share of alpha, if the test is right.
 
         What is known of the prompts is exchanged among them. Where only their mean is tested, signs
         are flipped instead, because an exchange changes no mean.
@@ -66,7 +71,7 @@ class Refit:
                 null = replace(self.level, values=values * signs)
             else:
                 null = replace(self.level, design=design[random.permutation(len(design))])
-            p = fit(null, self.weights, self.options)["p"]
+            p = fit(null, self.weights, self.options).p
             found += bool(threshold(p, None, self.options)[1].any())
         return found
 
@@ -81,8 +86,8 @@ class Refit:
         )
 
 
-def fit(level: Level, weights: Doubles, options: TestOptions) -> dict[str, Any]:
-    """Ordinary least squares over prompts, and the test of weights (q, k), for every column.
+def fit(level: Level, weights: Doubles, options: TestOptions) -> Tested:
+    """Fit ordinary least squares over prompts, and test weights (q, k), for every column.
 
     Raises:
         InspectionError: There are no degrees of freedom, or the regressors follow from each other.
@@ -115,23 +120,18 @@ def fit(level: Level, weights: Doubles, options: TestOptions) -> dict[str, Any]:
     effects = weights @ beta
     spread = weights @ inverse @ weights.T
     number = np.where(usable, n, 0)
-    freedom = np.where(np.isnan(variance), np.nan, dof)
     if len(weights) > 1:
         explained = np.einsum("qv,qr,rv->v", effects, np.linalg.pinv(spread), effects)
         f = explained / len(weights) / variance
-        nothing = np.full(len(f), np.nan)
-        return {
-            "n_a": number, "n_b": np.zeros_like(number), "effect": np.abs(effects).max(0),
-            "g": nothing, "ci_low": nothing, "ci_high": nothing, "statistic": f, "dof": freedom,
-            "p": f_tail(f, float(len(weights)), freedom),
-        }  # fmt: skip
+        return tested_by_f(number, np.abs(effects).max(0), f, len(weights), dof)
     t = effects[0] / np.sqrt(variance * spread[0, 0])
     g, low, high = hedges(
         effects[0], np.sqrt(variance), np.full(len(t), dof), np.full(len(t), spread[0, 0]),
         options.alpha, 0.0,
     )  # fmt: skip
-    return {
-        "n_a": number, "n_b": np.zeros_like(number),
-        "effect": np.where(usable, effects[0], np.nan), "g": g, "ci_low": low, "ci_high": high,
-        "statistic": t, "dof": freedom, "p": t_tail(t, freedom, two_sided=options.two_sided),
-    }  # fmt: skip
+    freedom = np.where(np.isnan(variance), np.nan, dof)
+    return Tested(
+        n_a=number, n_b=np.zeros_like(number), effect=np.where(usable, effects[0], np.nan), g=g,
+        ci_low=low, ci_high=high, statistic=t, dof=freedom,
+        p=t_tail(t, freedom, two_sided=options.two_sided),
+    )  # fmt: skip

@@ -1,4 +1,9 @@
-"""A contrast in words: "true - false", {"true": 1, "false": -1}, or several of these."""
+"""Read a contrast in words: "true - false", {"true": 1, "false": -1}, or several of these.
+
+`comparison`, `linear_model` and `Scan.contrast` call this file. The notation is public. Names of
+conditions may hold any character, also + and -, so the longest name that fits is taken. Weights of
+conditions must add up to 0; coefficients of a linear model need not.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,12 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 
 
 def read_weights(contrast: Definition, conditions: Sequence[str]) -> Doubles:
-    """(q, k) the weights of the conditions in each of the contrasts.
+    """Return (q, k) the weights of the conditions in each of the contrasts.
 
     Args:
         contrast: A text of conditions, numbers, + and -; a mapping from conditions to weights; or a
             list of these, for an F-test.
-        conditions: Those that there are.
+        conditions: The conditions that there are.
 
     Raises:
         InspectionError: It names something else, or its weights do not add up to 0.
@@ -39,7 +44,7 @@ def _listed(contrast: Definition, conditions: Sequence[str], what: str = "condit
 
 
 def _independent(rows: Doubles, several: Sequence[Any]) -> Doubles:
-    """The rows, none of which follows from the others: F would count it twice."""
+    """Return the rows, none of which follows from the others: F would count it twice."""
     if len(rows) > 1 and np.linalg.matrix_rank(rows) < len(rows):
         raise InspectionError(
             f"The contrasts {several!r} follow from each other: leave out those that the others "
@@ -49,7 +54,7 @@ def _independent(rows: Doubles, several: Sequence[Any]) -> Doubles:
 
 
 def difference(a: object, b: object) -> dict[str, float]:
-    """The weights of one condition against another.
+    """Return the weights of one condition against another.
 
     Raises:
         InspectionError: They are the same.
@@ -63,7 +68,7 @@ def difference(a: object, b: object) -> dict[str, float]:
 
 
 def read_terms(term: Definition, names: Sequence[str]) -> Doubles:
-    """(q, k) the weights of coefficients, which need not add up to 0.
+    """Return (q, k) the weights of coefficients, which need not add up to 0.
 
     Raises:
         InspectionError: It names something else, nothing, or a term that others already say.
@@ -139,7 +144,7 @@ def _there_are(conditions: Sequence[str], what: str = "conditions") -> str:
 
 
 def words(weights: Doubles, conditions: Sequence[str]) -> str:
-    """The contrast of weights (k,) as a text.
+    """Return the contrast of weights (k,) as a text.
 
     Examples:
         >>> words(np.array([1.0, -0.5, -0.5]), ["a", "b", "c"])

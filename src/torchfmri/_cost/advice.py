@@ -1,4 +1,9 @@
-"""The result of `torchfmri.advise`: the arrangements that were tried, and their effect."""
+"""The result of `torchfmri.advise`: the arrangements that were tried, and their effect.
+
+`advice_run` fills it. `Advice` and `Option` are public: attributes and `to_dict` must stay, the
+table may be changed freely. An arrangement is on the front if no other one is at least as good in
+time and memory and better in one.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ class Advice:
         obstacles: Technique -> why it does not apply.
         failures: Arrangement -> the error it ended with.
         noise: The gradient's deviation between two plain runs with the same random numbers.
-        randomness: That deviation with other random numbers (dropout); 0 for a model without any.
+        randomness: The same with other random numbers (dropout); 0 for a model without any.
         notes: What the reader should know.
 
     Examples:

@@ -1,4 +1,9 @@
-"""Try techniques on copies of a model, and measure what they cost and what they change."""
+"""`advise`: techniques tried on copies of a model, with what they cost and what they change.
+
+It is public. Everything runs on copies, at most three at once, and inside `unchanged`. Every number
+of the result comes from a run; nothing is estimated. A technique that fails becomes an entry of
+`failures`, so that one of them does not end the others.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,14 @@ from torchfmri._cost.techniques import (
     has_running_statistics,
 )
 from torchfmri._cost.trial import Trial, copy_setup, deviation, time_side_by_side
-from torchfmri._model import Loss, compiled_code_as_eager, random_state, unchanged, unwrap
+from torchfmri._model import (
+    Loss,
+    compiled_code_as_eager,
+    random_state,
+    spared_grad,
+    unchanged,
+    unwrap,
+)
 from torchfmri.exceptions import InspectionError
 
 _Chosen = tuple[Technique, ...]
@@ -63,11 +75,16 @@ def advise(
 
     Raises:
         InspectionError: The loss is not finite or not differentiable, the data is empty, or the
-            model cannot be copied.
+            model, the optimizer or the loss cannot be copied.
     """
     _check_options(rounds, combine, max_deviation, progress)
     step = MeasuredStep(model, data, loss, target)
-    with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
+    with (
+        compiled_code_as_eager(),
+        unchanged(model),
+        spared_grad(model.parameters()),  # a loss may refer to the model itself
+        torch.enable_grad(),
+    ):
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))
         for technique in TECHNIQUES:
             bench.try_one((technique,))
@@ -108,36 +125,31 @@ class _Bench:
         progress(PLAIN)
         self._plain = Trial(self._setup())
         self._loss, self._gradients = self._plain.gradients(self._state)
-        self._check()
+        if not math.isfinite(self._loss):
+            raise InspectionError(
+                f"The loss is {self._loss}: deviations of gradients would mean nothing. Find out "
+                "where it comes from with Inspector(model).run_inspection(...)."
+            )
         self.noise = deviation(self._plain.gradients(self._state)[1], self._gradients)
         self.randomness = deviation(self._plain.gradients(random_state())[1], self._gradients)
         self._average = self._losses_are_averaged()
         self._plain.step()
         peak = self._plain.peak_bytes()
         seconds, again = time_side_by_side(self._plain, self._plain, rounds)
-        spread = seconds * again.spread
-        self.options = {
-            PLAIN: Option(
-                name=PLAIN,
-                techniques=(),
-                seconds=seconds,
-                spread=spread,
-                peak_bytes=peak,
-                gradient_deviation=self.noise,
-                loss_deviation=0.0,
-            )
-        }
+        plain = Option(
+            name=PLAIN,
+            techniques=(),
+            seconds=seconds,
+            spread=seconds * again.spread,
+            peak_bytes=peak,
+            gradient_deviation=self.noise,
+            loss_deviation=0.0,
+        )
+        self.options = {PLAIN: plain}
 
     def _setup(self) -> Setup:
         step = self._step
         return copy_setup(step.model, self._optimizer, step.data, step.target, step.loss)
-
-    def _check(self) -> None:
-        if not math.isfinite(self._loss):
-            raise InspectionError(
-                f"The loss is {self._loss}: deviations of gradients would mean nothing. Find out "
-                "where it comes from with Inspector(model).run_inspection(...)."
-            )
 
     def _losses_are_averaged(self) -> bool:
         """Return whether a batch's loss is the mean of its parts' losses, or their sum."""
@@ -172,21 +184,19 @@ class _Bench:
         trial = Trial(setup, techniques, self._average)
         loss, gradients = trial.gradients(self._state)
         apart = deviation(gradients, self._gradients)
-        off = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
-        del gradients
+        del gradients  # before the peak is measured
         trial.step()
         peak = trial.peak_bytes()
         _, ratio = time_side_by_side(self._plain, trial, self._rounds)
         plain = self.options[PLAIN].seconds
-        names = tuple(each.name for each in techniques)
         return Option(
             name=name,
-            techniques=names,
+            techniques=tuple(each.name for each in techniques),
             seconds=ratio.median * plain,
             spread=ratio.spread * plain,
             peak_bytes=peak,
             gradient_deviation=apart,
-            loss_deviation=off,
+            loss_deviation=abs(loss - self._loss) / max(abs(self._loss), 1e-30),
         )
 
     def try_combinations(self, limit: int) -> None:
@@ -213,11 +223,8 @@ class _Bench:
 
     def notes(self) -> list[str]:
         """Return what the reader should know."""
-        timing = (
-            f"time: median of {self._rounds} rounds, each turn by turn with the plain step; ± is "
-            "half the range of the middle rounds"
-        )
-        notes = [timing]
+        notes = [f"time: median of {self._rounds} rounds, each turn by turn with the plain step"]
+        notes[0] += "; ± is half the range of the middle rounds"
         if self._plain.summed:
             notes.append("no loss was given: the sum of the first output was differentiated")
         if self._optimizer is None:

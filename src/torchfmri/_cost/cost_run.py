@@ -1,4 +1,9 @@
-"""Measure the cost of every layer: FLOPs, bytes and seconds, forward and backward."""
+"""`cost`: FLOPs, bytes and seconds of every layer, forward and backward.
+
+It is public; arguments and notes are documented in `docs/cost.md`. The step runs once before it is
+counted, because the first run loads libraries and takes workspaces. Everything a parameter or
+storage costs counts once, for the first layer that has it, so the layers add up to the total.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,10 @@ from torchfmri._cost.growth import Growth, fit_growth
 from torchfmri._cost.laws import Sample
 from torchfmri._cost.layer_cost import Cost, LayerCost, add_costs
 from torchfmri._cost.layer_times import LayerTimes, time_layers
-from torchfmri._cost.live_memory import Storages
+from torchfmri._cost.live_memory import Place, Storages
 from torchfmri._cost.measured_step import MeasuredStep
 from torchfmri._cost.resizing import Size, check_sizes, data_of_size, size_of
-from torchfmri._model import Loss, first_names, named_layers, unwrap
+from torchfmri._model import Loss, first_names, named_layers, refuse_scripted, unwrap
 from torchfmri._text import bytes_text, seconds_text
 
 
@@ -52,11 +57,13 @@ def cost(
         rounds: How often to measure time; 0 means not at all.
 
     Raises:
-        InspectionError: The data is empty or cannot be resized, or `sizes` is malformed.
+        InspectionError: The data is empty or cannot be resized, `sizes` is malformed, or a layer is
+            TorchScript.
     """
     check_number("rounds", rounds, 0, "give the times that time is measured, 0 for not at all")
     given = data_of_size(data, target, sizes)
     step = MeasuredStep(model, given.data, loss, given.target)
+    refuse_scripted(model)
     count_step(step)  # the first run loads libraries, chooses kernels and takes workspaces
     counted = count_step(step)
     times = time_layers(step, rounds) if rounds else None
@@ -99,18 +106,16 @@ def _sample(size: Size, counted: CountedStep) -> Sample:
 def _result(
     step: MeasuredStep, counted: CountedStep, times: LayerTimes | None, growth: Growth | None
 ) -> Cost:
-    own = _own_costs(step.model, counted, times)
-    layers = {name: _with_inside(name, own) for name in own}
-    total = add_costs(list(own.values()), "", type(unwrap(step.model)).__name__, 1)
+    own, kind = _own_costs(step.model, counted, times), type(unwrap(step.model)).__name__
+    total = add_costs(list(own.values()), "", kind, 1)
     buffers = Storages(step.model.buffers()).existing_bytes
-    parameters = total.parameter_bytes
     return Cost(
-        model=type(unwrap(step.model)).__name__,
+        model=kind,
         device=str(step.device),
-        layers=layers,
+        layers={name: _with_inside(name, own) for name in own},
         total=total,
         buffer_bytes=buffers,
-        data_bytes=counted.existing_bytes - buffers - parameters,
+        data_bytes=counted.existing_bytes - buffers - total.parameter_bytes,
         retained_bytes=counted.retained_bytes,
         peak_bytes=counted.peak_bytes,
         peak_place=counted.peak_place,
@@ -126,6 +131,10 @@ def _own_costs(
     """Return each layer's own cost; a module with several names counts under the first."""
     result: dict[str, LayerCost] = {}
     known: set[int] = set()
+
+    def seconds(place: Place) -> float:
+        return math.nan if times is None else times.seconds.get(place, 0.0)
+
     for name, module in {**named_layers(model), LOSS: None}.items():
         if module is not None and id(module) in known:
             result[name] = LayerCost(name, type(module).__name__)
@@ -144,10 +153,8 @@ def _own_costs(
             activation_bytes=counted.activation_bytes[name],
             gradient_bytes=counted.gradient_bytes[name],
             saved_bytes=counted.saved_bytes[name],
-            forward_seconds=math.nan if times is None else times.seconds.get((FORWARD, name), 0.0),
-            backward_seconds=math.nan
-            if times is None
-            else times.seconds.get((BACKWARD, name), 0.0),
+            forward_seconds=seconds((FORWARD, name)),
+            backward_seconds=seconds((BACKWARD, name)),
         )
     return result
 
@@ -155,12 +162,8 @@ def _own_costs(
 def _with_inside(name: str, own: dict[str, LayerCost]) -> LayerCost:
     """Return the cost of a layer together with the layers inside it."""
     prefix = f"{name}." if name else ""
-    inside = [
-        each
-        for other, each in own.items()
-        if other != name and other != LOSS and other.startswith(prefix)
-    ]
-    mine = own[name]
+    others = [other for other in own if other not in (name, LOSS) and other.startswith(prefix)]
+    mine, inside = own[name], [own[other] for other in others]
     if not inside or name == LOSS:
         return mine
     return replace(add_costs([mine, *inside], name, mine.kind, mine.calls), own=mine)

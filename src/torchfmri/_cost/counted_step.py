@@ -1,4 +1,10 @@
-"""Count what one step takes: FLOPs, bytes and where the peak is. Exact, in one run."""
+"""One step counted: FLOPs, bytes, and where the peak is.
+
+`cost_run` and the growth laws call `count_step`. Counts are exact and the same in every run:
+nothing here may depend on time or on the allocator. Garbage collection rests while it counts, and
+runs once after the forward pass only if more is alive than was saved, since cycles would otherwise
+count as memory that the step needs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import Position
 from torchfmri._cost.live_memory import LiveMemory, Place, SavedBytes, Storages, storage_of
-from torchfmri._cost.measured_step import MeasuredPass, MeasuredStep, resting_collector
+from torchfmri._cost.measured_step import MeasuredStep, resting_collector
 from torchfmri._model import each_once, named_layers, named_parameters
 from torchfmri._torch import Hook, flatten, hooked
 
@@ -52,7 +58,7 @@ def count_step(step: MeasuredStep) -> CountedStep:
     """Run a step once, and return its counts.
 
     Args:
-        step: What to run.
+        step: The step to run.
     """
     counted = CountedStep()
     with step.prepared() as one_pass:
@@ -66,37 +72,26 @@ def count_step(step: MeasuredStep) -> CountedStep:
 
         position = Position(layers, returned=returned)
         memory = LiveMemory(position, existing, step.device)
-        with _listening_to_parameters(layers, counted), position, resting_collector():
-            _run(one_pass, position, memory, SavedBytes(position, existing), counted)
+        saved = SavedBytes(position, existing)
+        with _listening_to_parameters(layers, counted), position, resting_collector(), memory:
+            with saved:
+                loss = one_pass.forward()
+            counted.saved_bytes = saved.by_layer()
+            if loss is not None:
+                own = storage_of(loss)
+                kept = 0 if own is None else own.nbytes()
+                if memory.live > counted.saved_bytes.total() + kept:  # perhaps only garbage
+                    gc.collect()
+                counted.retained_bytes = memory.live - kept
+                run_backward = one_pass.backward_of(loss)
+                with position.backward(loss):
+                    run_backward()
     counted.flops, counted.uncounted = memory.flops, memory.uncounted
     counted.calls = position.calls
     counted.existing_bytes = memory.existing_bytes
     counted.peak_bytes = memory.existing_bytes + memory.peak
     counted.peak_place, counted.steps = memory.peak_place, memory.steps
     return counted
-
-
-def _run(
-    one_pass: MeasuredPass,
-    position: Position,
-    memory: LiveMemory,
-    saved: SavedBytes,
-    counted: CountedStep,
-) -> None:
-    with memory:
-        with saved:
-            loss = one_pass.forward()
-        counted.saved_bytes = saved.by_layer()
-        if loss is None:
-            return
-        own = storage_of(loss)
-        expected = counted.saved_bytes.total() + (own.nbytes() if own is not None else 0)
-        if memory.live > expected:  # perhaps only garbage
-            gc.collect()
-        counted.retained_bytes = memory.live - (own.nbytes() if own is not None else 0)
-        run_backward = one_pass.backward_of(loss)
-        with position.backward(loss):
-            run_backward()
 
 
 def _listening_to_parameters(

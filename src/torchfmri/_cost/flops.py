@@ -1,10 +1,11 @@
 """FLOPs of one operation, from the shapes of its arguments: {operation: rule}.
 
-A multiplication and an addition count as two. The rules cover what the FLOP/s of a processor are
-about: matrix products, convolutions, attention and recurrent cells. Sums, activations and norms do
-not count. They cost time because they move memory, and the time of a layer shows that.
-
-Index letters: b batch, h heads, q and k positions of queries and keys, d and v their widths.
+`live_memory` asks for every operation that it sees. A multiplication and an addition count as two.
+The rules cover what the FLOP/s of a processor are about: matrix products, convolutions, attention
+and recurrent cells. Sums, activations and norms do not count; they cost time because they move
+memory, and the time of a layer shows it. A new rule is a line of `RULES`. Argument positions are
+those of the ATen schema. Index letters: b batch, h heads, q and k positions of queries and keys, d
+and v their widths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Laws of how cost grows with batch size b and length s, fitted to counted sizes."""
+"""Laws of how cost grows with batch size b and length s, fitted to counted sizes.
+
+`cost_run` calls `fit_growth` and hands `Growth` to the user as `cost.growth`. It is public:
+attributes and `to_dict` must stay. An axis of which one size was measured has no law, and
+predictions along it are refused instead of guessed.
+"""
 
 from __future__ import annotations
 

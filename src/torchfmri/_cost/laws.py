@@ -1,4 +1,10 @@
-"""Laws of growth: polynomials in batch size b and length s, fitted to counts."""
+"""Laws of growth: polynomials in batch size b and length s, fitted to counts.
+
+`growth` fits them. Counts are whole numbers that follow a polynomial exactly, so a good fit has no
+residual; `error` says how far it is off. The peak is not fitted itself: every allocation has its
+own law, and the highest point of all may lie elsewhere at other sizes. That needs the same program
+at every size (`same_program`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from torchfmri._cost.resizing import Size
 
 Term = tuple[int, int]
 """The powers of b and of s."""
-_NEGLIGIBLE = 1e-9
+_NEGLIGIBLE = 1e-9  # of the largest coefficient: rounding of the fit
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class PeakLaw:
             for sample in samples
         ]
         offsets = np.array([[sample.existing_bytes] for sample in samples])
-        self._scale = np.array([max(size[axis] for size in sizes) for axis in (0, 1)], float)
+        self._scale = _largest(sizes)
         design = self._design(sizes)
         self._coefficients = _solve(design, np.array(heights))
         self._offset = _solve(design, offsets.astype(float))
@@ -111,6 +117,11 @@ class PeakLaw:
         return _design(self._terms, np.array(sizes, float) / self._scale)
 
 
+def _largest(sizes: Sequence[Size]) -> NDArray[np.float64]:
+    """Return the largest b and s, by which sizes are divided: powers of them differ too much."""
+    return np.asarray(np.array(sizes, float).max(0))
+
+
 def _design(terms: Sequence[Term], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([sizes[:, 0] ** i * sizes[:, 1] ** j for i, j in terms], axis=1)
 
@@ -121,7 +132,7 @@ def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[
 
 def fit_law(terms: Sequence[Term], sizes: Sequence[Size], values: NDArray[np.float64]) -> Law:
     """Fit the law with these terms to the values, by least squares."""
-    scale = np.array([max(size[axis] for size in sizes) for axis in (0, 1)], float)
+    scale = _largest(sizes)
     design = _design(terms, np.array(sizes, float) / scale)
     solved = _solve(design, values[:, None])[:, 0]
     largest = np.abs(solved).max(initial=0.0)

@@ -1,4 +1,9 @@
-"""The result of `torchfmri.cost`: what each layer of a model costs."""
+"""The result of `torchfmri.cost`: what each layer of a model costs.
+
+`cost_run` fills it. `Cost` and `LayerCost` are public: attributes and `to_dict` must stay, the
+table may be changed freely. A layer's cost includes the layers inside it; its `own` cost does not,
+and only own costs add up to the total.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """Seconds per layer, forward and backward, without the cost of measuring them.
 
-Each round runs the step twice: once plain, once with a mark at every change of layer. The time
-between two marks belongs to the layer between them. The marks cost the difference between the
-fastest marked and the fastest plain round. All marks share it equally, and it is subtracted.
+`cost_run` calls `time_layers`, `trial` takes the clock. Each round runs the step twice: once plain,
+once with a mark at every change of layer. The time between two marks belongs to the layer between
+them. The marks cost the difference between the fastest marked and the fastest plain round; all
+marks share it equally, and it is subtracted. On CUDA a mark is an event in the stream: asking for
+the time instead would wait for the device at every layer.
 """
 
 from __future__ import annotations

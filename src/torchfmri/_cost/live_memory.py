@@ -1,10 +1,11 @@
-"""Count how many bytes of tensors are alive at any moment of one pass.
+"""How many bytes of tensors are alive at any moment of one pass.
 
-Every operation that torch dispatches is seen with its results. A storage counts from the operation
-that returned it until it is freed, and only once however many tensors share it. This is exact and
-the same in every run. It misses what a kernel takes and gives back inside one operation; on CUDA
-the allocator reports that, operation by operation. The allocator is used for nothing else, because
-its blocks are larger than requested, by a different amount each time.
+`counted_step` and `trial` open a `LiveMemory`. Every operation that torch dispatches is seen with
+its results; a storage counts from the operation that returned it until it is freed, and once
+however many tensors share it. This is exact and the same in every run. It misses what a kernel
+takes and gives back inside one operation; on CUDA the allocator reports that, and is used for
+nothing else, because its blocks are larger than requested. Storages are known by id and watched by
+weak references: a strong one would keep alive what is being counted.
 """
 
 from __future__ import annotations

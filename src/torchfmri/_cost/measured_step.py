@@ -1,4 +1,10 @@
-"""Run one forward and backward pass of a user's model to measure it, and restore the model."""
+"""One forward and backward pass of a user's model, run to be measured, and its model restored.
+
+`cost` and `advise` describe their step by a `MeasuredStep`. Every pass runs on a copy of the data
+and inside `unchanged`; the backward pass spares `.grad`. Notes collect what readers of the result
+must know, such as a missing loss. `resting_collector` keeps garbage collection out of timings and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -94,13 +100,13 @@ class MeasuredStep:
 
     def objective(self, output: Any, target: Any) -> Tensor | None:
         """Return the number to differentiate; None, with a note, if there is no backward pass."""
-        value = loss_of(output, target, self.loss, backward=False)
+        value = loss_of(output, target, self.loss)
         if value is None:
             if not any(each.tensor.is_floating_point() for each in flatten(output)):
                 self.notes["the output is not floating point: forward pass only"] = None
                 return None
             self.notes["no loss was given: the sum of the first output was differentiated"] = None
-            value = loss_of(output, target, "sum", backward=False)
+            value = loss_of(output, target, "sum")
         assert value is not None
         if not bool(torch.isfinite(value.detach())):
             self.notes[f"the loss is {float(value.detach())}"] = None

@@ -1,4 +1,9 @@
-"""Bring the user's data to another batch size or length."""
+"""The user's data at another batch size or length.
+
+`cost_run` asks for it at every size, `trial` for the batch size. Axis 0 is the batch and axis 1 of
+token numbers or (b, s, width) floats the length; other data needs a function of the user's. Data is
+cut or repeated and never padded, so that the same program runs at every size.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +94,10 @@ def size_of(data: Any) -> Size:
     """Return batch size and length, from the first tensor with a length, or the first tensor."""
     tensors = [each.tensor for each in flatten(data) if each.tensor.ndim]
     if not tensors:
-        raise InspectionError("There is no tensor among the data whose size could be changed.")
+        raise InspectionError(
+            "The data holds no tensor, so it has no batch size to change. Give tensors, or a "
+            "function data(batch=..., length=...) that makes them."
+        )
     for tensor in tensors:
         if _has_length(tensor):
             return Size(int(tensor.shape[0]), int(tensor.shape[1]))

@@ -1,4 +1,11 @@
-"""Ways to make a training step lighter or faster, each applied to a copy of the user's model."""
+"""Ways to make a training step lighter or faster, each applied to a copy of the user's model.
+
+`advice_run` tries `TECHNIQUES` one by one and combines those that helped. A new technique is an
+entry with an obstacle (why it does not apply, or None) and a function that changes the `Setup`.
+Techniques of one family are never combined. A technique may write to the setup, since it is a copy,
+and may change its precision or the order of its sums: how far the gradient moves is measured and
+shown.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from torchfmri._cost.resizing import size_of
 from torchfmri._model import Loss, device_of, named_layers
 from torchfmri._torch import flatten, map_tensors
 
+# Layers whose running statistics a replay updates a second time.
 _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

@@ -1,8 +1,12 @@
-"""Run one arrangement of a training step on copies, and measure gradients, memory and time."""
+"""One arrangement of a training step on copies: its gradients, memory and time.
+
+`advice_run` makes a `Trial` of each arrangement. It runs on copies only, so it may write to them.
+Gradients of two arrangements are compared from the same weights and random state. Times are ratios
+within a round, both steps in turns, because a busy machine slows both alike.
+"""
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -21,10 +25,10 @@ from torchfmri._model import (
     RandomState,
     arguments_for,
     copy_of_data,
+    copy_training,
     device_of,
     loss_of,
     needs_closure,
-    runnable,
 )
 from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
@@ -36,22 +40,13 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
     Raises:
         InspectionError: The model or the optimizer cannot be copied.
     """
-    ready = isinstance(optimizer, torch.optim.Optimizer)
-    try:
-        twin, own = copy.deepcopy((runnable(model), optimizer if ready else None))
-    except Exception as error:
+    twin, optimizers, twin_loss = copy_training(model, optimizer, loss)
+    if len(optimizers) > 1:
         raise InspectionError(
-            f"The model cannot be copied ({error}), and advice is measured on copies only."
-        ) from error
-    for parameter in twin.parameters():
-        parameter.grad = None
-    if optimizer is not None and not ready:
-        own = optimizer(twin.parameters()) if callable(optimizer) else optimizer
-    if own is not None and not isinstance(own, torch.optim.Optimizer):
-        raise InspectionError(
-            f"optimizer={optimizer!r} is neither an optimizer nor a function of parameters that "
-            "returns one. Write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)."
+            f"{len(optimizers)} optimizers were given, and advice is measured with one. Give one "
+            "of them, or leave the optimizers out."
         )
+    own = optimizers[0] if optimizers else None
     if own is not None and needs_closure(own):
         raise InspectionError(
             f"{type(own).__name__} asks for a closure in each step, which advice does not know; "
@@ -59,7 +54,7 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
         )
     arguments, keywords = arguments_for(model, data)
     copied = copy_of_data(dict(keywords)) if keywords else copy_of_data(arguments)
-    return Setup(twin, own, copied, copy_of_data(target), loss)
+    return Setup(twin, own, copied, copy_of_data(target), twin_loss)
 
 
 class Trial:
@@ -87,12 +82,10 @@ class Trial:
         batch = size_of(setup.data).batch if setup.pieces > 1 else 1
         data = parts_of(setup.data, setup.pieces, batch)
         targets = parts_of(setup.target, setup.pieces, batch)
-        precision: Any = nullcontext()
-        if setup.autocast is not None:
-            precision = torch.autocast(self.device.type, setup.autocast)
+        kind, dtype = self.device.type, setup.autocast
         losses = []
         for part, target in zip(data, targets, strict=True):
-            with precision:
+            with nullcontext() if dtype is None else torch.autocast(kind, dtype):
                 loss = self._loss(part, target)
             if not loss.requires_grad:
                 raise InspectionError(
@@ -107,10 +100,10 @@ class Trial:
     def _loss(self, data: Any, target: Any) -> Tensor:
         model = self.setup.model
         output = model(**data) if isinstance(data, dict) else model(*data)
-        value = loss_of(output, target, self.setup.loss, backward=False)
+        value = loss_of(output, target, self.setup.loss)
         if value is None:
             self.summed = True
-            value = loss_of(output, target, "sum", backward=False)
+            value = loss_of(output, target, "sum")
         assert value is not None
         return value
 
@@ -119,7 +112,12 @@ class Trial:
         self.losses()
         if self.setup.optimizer is not None:
             self.setup.optimizer.step()
-        self.setup.model.zero_grad(set_to_none=True)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for each in (self.setup.model, self.setup.loss):
+            if isinstance(each, nn.Module):
+                each.zero_grad(set_to_none=True)
 
     def gradients(self, state: RandomState) -> tuple[float, dict[str, Tensor]]:
         """Return the loss and the gradients of the parameters, from a given random state."""
@@ -131,7 +129,7 @@ class Trial:
             for name, parameter in self.setup.model.named_parameters()
             if parameter.grad is not None
         }
-        self.setup.model.zero_grad(set_to_none=True)
+        self._drop_gradients()
         return (value / len(losses) if self._average else value), gradients
 
     def peak_bytes(self) -> int:

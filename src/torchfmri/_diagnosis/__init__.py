@@ -7,18 +7,14 @@ them with a cut, a name in the table of `_records/finding.py` and an entry in `D
 `registry`; plant its fault in `benchmarks/_faults*.py`.
 """
 
-from torchfmri._diagnosis.facts import (
+from torchfmri._diagnosis.live import LiveDiagnosis, diagnose_inspection
+from torchfmri._diagnosis.observation import (
     ConstantLayer,
     DataFacts,
+    HeadActivity,
     LossFacts,
     MisplacedSoftmax,
     NormFacts,
-)
-from torchfmri._diagnosis.inspected import diagnose_inspection
-from torchfmri._diagnosis.live import LiveDiagnosis
-from torchfmri._diagnosis.notes import Notes
-from torchfmri._diagnosis.observation import (
-    HeadActivity,
     Observation,
     Reach,
     RouterActivity,
@@ -27,7 +23,7 @@ from torchfmri._diagnosis.observation import (
     WeightFacts,
 )
 from torchfmri._diagnosis.registry import find
-from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._diagnosis.report import Diagnosis, Notes
 from torchfmri._diagnosis.signals import median, update_ratios
 from torchfmri._diagnosis.structure import (
     MATRIX_LAYERS,

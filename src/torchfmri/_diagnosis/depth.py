@@ -1,4 +1,10 @@
-"""Diagnoses of sizes along the depth, and along a sequence."""
+"""Diagnoses of sizes that change along the depth of a model, or along a sequence.
+
+`registry` calls each function with an `Observation`; the numbers come from `profiles`. Texts and
+advice may be changed freely. Keep the order of questions: a vanishing gradient and a shrinking
+signal are the same fault seen from two ends, so `signal_shrinks` stays silent if
+`vanishing_gradients` speaks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,8 @@ import math
 from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.profiles import (
-    SECOND_RATIO,
     STEADY,
     gradient_profile,
     growths,
@@ -16,7 +21,7 @@ from torchfmri._diagnosis.profiles import (
     signal_sizes,
 )
 from torchfmri._diagnosis.signals import SMALL_GAIN, gains, is_stuck, median
-from torchfmri._records import Finding, Severity, alarm, finding_of
+from torchfmri._records import Finding, alarm, finding_of
 
 
 def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
@@ -25,11 +30,7 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
     if profile is None or not profile.vanishes:
         return
     small = profile.rms < math.sqrt(cuts.DEPTH_RATIO.value) * profile.rms.max()
-    layers = tuple(
-        dict.fromkeys(
-            each.layer for each, is_small in zip(profile.parameters, small, strict=True) if is_small
-        )
-    )
+    shrunk = (each for each, is_small in zip(profile.parameters, small, strict=True) if is_small)
     per_layer = profile.ratio ** (1 / (len(profile.rms) - 1))
     gain = median(list(gains(seen).values()))
     why = ""
@@ -37,7 +38,7 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
         why = f" The weights are small: outputs are {gain:.2g} times their inputs."
     yield alarm(
         "vanishing_gradients",
-        layers=layers,
+        layers=layers_of(shrunk),
         step=int(seen.trace.steps[0]),
         text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
@@ -77,15 +78,11 @@ def _absent(seen: Observation) -> list[str]:
 def exploding_gradients(seen: Observation) -> Iterator[Finding]:
     """Find gradients that get larger layer by layer on their way to the input."""
     profile = gradient_profile(seen)
-    if profile is None or profile.trend > -cuts.DEPTH_TREND.value:
-        return
-    if profile.ratio >= cuts.DEPTH_RATIO.value or not len(seen.trace):
-        return
-    if profile.second_ratio >= SECOND_RATIO:
+    if profile is None or not profile.explodes:
         return
     yield alarm(
         "exploding_gradients",
-        layers=tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])),
+        layers=layers_of(profile.parameters[:3]),
         step=int(seen.trace.steps[0]),
         text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
@@ -98,15 +95,15 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
 
 def activation_growth(seen: Observation) -> Iterator[Finding]:
     """Find outputs that grow from one alike layer to the next."""
-    worst = None
-    for growth in growths(seen):
-        if growth.trend < STEADY or not growth.factor > cuts.GROWTH_WARN.value:
-            continue
-        # Of a block and the layers inside it, name the block.
-        if worst is None or growth.layers[0].count(".") < worst.layers[0].count("."):
-            worst = growth
-    if worst is None:
+    growing = [
+        each
+        for each in growths(seen)
+        if each.trend >= STEADY and each.factor > cuts.GROWTH_WARN.value
+    ]
+    if not growing:
         return
+    # Of a block and the layers inside it, name the block.
+    worst = min(growing, key=lambda each: each.layers[0].count("."))
     per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
     adds = seen.reach is not None and seen.reach.has_residual
     lost = "what the first layers add is lost in the sum, and " if adds else ""
@@ -138,10 +135,9 @@ def recurrent_growth(seen: Observation) -> Iterator[Finding]:
     if not large:
         return
     layer, factor = max(large.items(), key=lambda each: each[1])
-    severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
     yield finding_of(
         "activation_growth",
-        severity=severity,
+        severity="alarm" if factor > cuts.GROWTH_ALARM.value else "warn",
         layers=tuple(large),
         step=int(seen.trace.steps[0]),
         text=f"From the first to the last step of a sequence the outputs of {layer!r} grow "

@@ -1,4 +1,12 @@
-"""Weights that jump: by one enormous update, or by something other than the optimizer."""
+"""Weights that jump: by one enormous update, or by something other than the optimizer.
+
+`step_sizes` asks for `update_jump`, `registry` for `changed_outside`. Both compare the norm of a
+parameter before a step with its norm before the last step; the update explains growth up to its own
+norm, and anything beyond it was written by somebody else. Norms come from the Monitor as float32,
+so growth below `_NOTICED` is rounding. With `every` > 1 some updates were not seen: `unwatched`
+counts them, and the text must say so instead of accusing the user's code. Texts and advice may be
+changed freely; conditions only with the suite of `benchmarks diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +32,10 @@ from torchfmri._diagnosis.trace import RunTrace
 from torchfmri._records import Finding, alarm, finding_of
 from torchfmri._text import listed, percent
 
-_WINDOW = 5
-_OFTEN = 3
+_WINDOW = 5  # steps after a jump that tell whether it stands alone
+_OFTEN = 3  # times that weights must grow by themselves if none of the growths is large
 _NOTICED = 1.02
-"""Growth beyond an update that is no matter of rounding."""
+"""Growth beyond what the update explains counts from here on; below it may be rounding."""
 
 
 class WeightGrowth(NamedTuple):
@@ -47,12 +55,7 @@ class WeightGrowth(NamedTuple):
 
     def of(self, columns: NDArray[np.int64]) -> WeightGrowth:
         """Return the growth of some of the parameters alone."""
-        return WeightGrowth(
-            size=self.size[:, columns],
-            beyond=self.beyond[:, columns],
-            update=self.update[:, columns],
-            unwatched=self.unwatched[:, columns],
-        )
+        return WeightGrowth._make(each[:, columns] for each in self)
 
 
 def growth_outside(trace: RunTrace) -> WeightGrowth:
@@ -62,27 +65,26 @@ def growth_outside(trace: RunTrace) -> WeightGrowth:
     sample is compared each time, so that it does not matter which rows an update concerns. Updates
     of steps that were not watched are taken to be as large as the larger one of those around them.
     """
-    shape = trace.weights.shape
-    size, beyond, update = np.full(shape, math.nan), np.ones(shape), np.full(shape, math.nan)
-    unwatched = np.zeros(shape, np.int64)
-    last = np.full(shape[1], math.nan)
-    ratio, gap = last.copy(), np.zeros(shape[1], np.int64)
-    steps = trace.steps
+    weights, place = trace.weights, np.arange(len(trace))[:, None]
+    known = weights > 0
+    before = np.full(weights.shape, -1)  # the step that knew the weight last, -1 if none did
+    before[1:] = np.maximum.accumulate(np.where(known, place, -1), axis=0)[:-1]
+    missed = np.cumsum(np.diff(trace.steps, prepend=trace.steps[:1] - 1) - 1)[:, None]
+    gap = missed - np.where(before < 0, 0, missed[:, 0][before])
+
+    def at_last(values: Floats) -> Floats:
+        found: Floats = np.where(before < 0, math.nan, np.take_along_axis(values, before, axis=0))
+        return found
+
     with np.errstate(all="ignore"):
-        for row, (weights, change) in enumerate(zip(trace.weights, trace.changes, strict=True)):
-            gap += steps[row] - steps[row - 1] - 1 if row else 0
-            known = weights > 0
-            now = np.where(known, change / weights, math.nan)
-            size[row] = np.where(known, weights / last, math.nan)
-            bound = np.where(gap > 0, np.fmax(ratio, now), ratio)
-            most, least = (1 + bound) ** (gap + 1), np.maximum(1 - bound, 0) ** (gap + 1)
-            grown, shrunk = size[row] / most, size[row] / least
-            beyond[row, grown > _NOTICED] = grown[grown > _NOTICED]
-            beyond[row, shrunk < 1 / _NOTICED] = shrunk[shrunk < 1 / _NOTICED]
-            update[row], unwatched[row] = ratio, gap
-            last, ratio = np.where(known, weights, last), np.where(known, now, ratio)
-            gap[known] = 0
-    return WeightGrowth(size=size, beyond=beyond, update=update, unwatched=unwatched)
+        now = np.where(known, trace.changes / weights, math.nan)
+        ratio, size = at_last(now), np.where(known, weights / at_last(weights), math.nan)
+        bound = np.where(gap > 0, np.fmax(ratio, now), ratio)
+        grown = size / (1 + bound) ** (gap + 1)
+        shrunk = size / np.maximum(1 - bound, 0) ** (gap + 1)
+        beyond = np.where(grown > _NOTICED, grown, 1.0)
+        beyond = np.where(shrunk < 1 / _NOTICED, shrunk, beyond)
+    return WeightGrowth(size=size, beyond=beyond, update=ratio, unwatched=gap)
 
 
 def update_jump(seen: Observation) -> Iterator[Finding]:
@@ -138,8 +140,8 @@ def changed_outside(seen: Observation) -> Iterator[Finding]:
     written = grown if bool((told & grown).any()) else shrunk
     concerned = concerned[(told & written)[:, concerned].any(0)]
     names = [seen.trace.parameters[each] for each in concerned]
-    once = bool(at_once.any())
-    yield _about_growth(seen, names, found.of(concerned), written[:, concerned], once)
+    growth = found.of(concerned)
+    yield _about_growth(seen, names, growth, written[:, concerned], bool(at_once.any()))
 
 
 def _about_growth(
@@ -151,18 +153,20 @@ def _about_growth(
 ) -> Finding:
     trace = seen.trace
     first, times = int(written.any(1).argmax()), int(written.any(1).sum())
-    before, step = _last_update(trace, first), int(trace.steps[first])
+    stepped = np.flatnonzero(np.isfinite(trace.weights[:first]).any(1))
+    before, step = int(trace.steps[stepped[-1]]), int(trace.steps[first])
     which = "the weights" if len(names) == len(trace.parameters) else listed(names)
     size, update = median(found.size[written]), median(found.update[written])
     became = f"became {size:.3g} times as large"
     if not math.isfinite(size):
         became = "became too large for their norm to be a float32"
     unwatched = int(found.unwatched[written].max())
+    watched = "watched " if unwatched else ""
     if times == 1:
         text = f"Between step {before} and step {step} {which} {became}, and the update of step "
         text += f"{before} changed them by {percent(update)} only"
     else:
-        text = f"From step {step} on, {which} {became} between one {_watched(unwatched)}step and "
+        text = f"From step {step} on, {which} {became} between one {watched}step and "
         text += f"the next, at least {times} times, and the updates changed them by "
         text += f"{percent(update)} only"
     cause, advice = "it was not the optimizer", ""
@@ -172,29 +176,18 @@ def _about_growth(
             f"({unwatched} of {unwatched + 1}) and is unlike the others"
         )
         advice = " Watch each step (every=1) to tell the two apart."
-    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
     in_all = abs(math.log(size) * times) if math.isfinite(size) else math.inf
     severe = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
     return finding_of(
         "weights_changed_outside",
         severity="alarm" if severe else "warn",
-        layers=layers,
+        layers=tuple(dict.fromkeys(each.rpartition(".")[0] for each in names if "." in each)),
         step=step,
         text=f"{text}: {cause}.",
         advice="Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
         f"scaling, averaging or merging by hand.{advice}",
         evidence={"growth": size, "times": times, "unwatched": unwatched},
     )
-
-
-def _watched(unwatched: int) -> str:
-    return "watched " if unwatched else ""
-
-
-def _last_update(trace: RunTrace, place: int) -> int:
-    """Return the last step before a place at which an optimizer stepped."""
-    stepped = np.flatnonzero(np.isfinite(trace.weights[:place]).any(1))
-    return int(trace.steps[stepped[-1]])
 
 
 def _by(ratio: float, usual: float) -> str:

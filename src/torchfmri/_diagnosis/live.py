@@ -1,33 +1,46 @@
-"""Diagnosis while a model trains, from a Monitor's history, at little cost."""
+"""Diagnosis without a check-up: while a model trains, and of one inspection.
+
+`Monitor` calls `add` after each step and asks for findings. Only the diagnoses in `registry.LIVE`
+run, on the last `WINDOW` steps and every `EVERY` steps, so the cost stays constant (1.01 times a
+Monitor without it, `benchmarks diagnosis`). A finding that was made stays, even after its steps
+left the window. The first step that turns non-finite is looked at immediately. `Inspector.diagnose`
+calls `diagnose_inspection`, which runs all diagnoses on a history of one step; parts that one pass
+cannot know stay empty.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchfmri._diagnosis.observation import Observation
+from torch import nn
+
+from torchfmri._diagnosis.observation import Observation, Reach, layers_of
 from torchfmri._diagnosis.registry import LIVE, find, fold
-from torchfmri._diagnosis.structure import Structure
-from torchfmri._diagnosis.trace import RunTrace
-from torchfmri._records import Finding, Series, Step
+from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._diagnosis.structure import Structure, describe
+from torchfmri._diagnosis.trace import RunTrace, trace_of
+from torchfmri._records import Finding, History, Inspection, Series, Step
+from torchfmri.statistics import Statistics
 
 WINDOW = 64
-"""How many steps are looked at; enough for every diagnosis, and constant work."""
+"""How many steps are looked at: enough for every diagnosis, at a constant cost."""
 EVERY = 8
 """How many steps pass between two looks, unless numbers stop being finite."""
-_OF_UPDATES = ("parameter_gradients", "parameters")
+_PARAMETERS = ("parameter_gradients", "parameters")
 
 
 class LiveDiagnosis:
     """Findings of a run so far; a finding stays once it was made.
 
     Args:
-        describe: Says what the model is; asked at the first step.
+        structure: Says what the model is; called at the first step.
     """
 
-    def __init__(self, describe: Callable[[], Structure]) -> None:
-        self._describe = describe
+    def __init__(self, structure: Callable[[], Structure]) -> None:
+        self._describe = structure
         self._structure: Structure | None = None
         self._trace = RunTrace(WINDOW)
         self._known: dict[tuple[str, tuple[str, ...]], Finding] = {}
@@ -41,7 +54,7 @@ class LiveDiagnosis:
             self._structure = self._describe()
         self._trace.add(step, series)
         self._waiting += 1
-        turned = not self._nonfinite and self._trace.ends_nonfinite(_OF_UPDATES)
+        turned = not self._nonfinite and self._trace.ends_nonfinite(_PARAMETERS)
         self._nonfinite = self._nonfinite or turned
         if self._waiting >= EVERY or turned:
             self._look()
@@ -50,7 +63,7 @@ class LiveDiagnosis:
         """Return all findings so far, the worst first.
 
         Args:
-            origins: What is known better than from statistics: steps that were traced back.
+            origins: Findings of steps that were traced back, which know more than statistics.
         """
         if self._waiting:
             self._look()
@@ -67,7 +80,7 @@ class LiveDiagnosis:
         """Return the findings that were made since this was last asked.
 
         Args:
-            held: Steps that were held as not finite: what says so has been said.
+            held: Steps that were held as not finite, which were reported already.
         """
         fresh, self._fresh = self._fresh, []
         return [
@@ -122,3 +135,34 @@ _ONCE = frozenset(
     }
 )  # fmt: skip
 """Problems of the whole run, whose layers may vary a little from look to look."""
+
+
+def diagnose_inspection(inspection: Inspection, model: nn.Module) -> Diagnosis:
+    """Return what one inspection tells; what was not watched cannot be judged."""
+    found: dict[Series, Statistics] = {}
+    for layer, record in inspection.items():
+        for what in record.what:
+            if what in _PARAMETERS:
+                for name, value in record.parameter_values(what).items():
+                    full = f"{layer}.{name}" if layer else name
+                    found[Series(full, what)] = value.statistics
+            elif (statistics := record.tensor_statistics(what)) is not None:
+                found[Series(layer, what)] = statistics
+    history = History(1)
+    history.append(Step(0, math.nan if inspection.loss is None else inspection.loss), found)
+    reach = Reach(
+        called=layers_of(inspection.calls()),
+        without_graph=frozenset(),
+        consumed=frozenset(),
+        unregistered=(),
+        loss_has_graph=True,
+    )
+    seen = Observation(trace_of(history), describe(model, None), reach=reach)
+    return Diagnosis(
+        model=inspection.model,
+        findings=tuple(find(seen)),
+        steps=1,
+        seconds=0.0,
+        history=history,
+        observation=seen,
+    )

@@ -1,4 +1,10 @@
-"""Diagnoses of the loss: what it expects of the output, and what it compares it with."""
+"""Diagnoses of the loss: what it takes the output for, and what it compares it with.
+
+`registry` calls each function. They read `LossFacts`, which `_checkup` fills at the first step;
+defaults mean that nothing is known, and give no finding. Texts may be changed freely. Exact
+comparisons (`isclose` with 1e-4 or 1e-5) are deliberate: a loss may have any weight, and only an
+exact ratio shows that a mean was divided again or negated.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.signals import is_stuck
 from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import listed, percent
@@ -18,7 +24,7 @@ _LEAST_BATCH, _LEAST_PASSES = 8, 3
 def misread_output(seen: Observation) -> Iterator[Finding]:
     """Find a loss that takes the output for something it is not."""
     loss = seen.loss
-    if loss is None or loss.misread is None:
+    if loss.misread is None:
         return
     expected, found = loss.misread
     cures = {
@@ -35,7 +41,7 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
     name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
     yield alarm(
         name,
-        layers=(loss.output_layer,) if loss.output_layer else (),
+        layers=loss.layers,
         text=f"The loss expects {expected}, but it gets {found}"
         + (
             ": softmax or sigmoid is applied twice, which flattens the gradient."
@@ -48,7 +54,7 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
 
 def loss_broadcast(seen: Observation) -> Iterator[Finding]:
     """Find a comparison of output and target that pairs every sample with every other."""
-    if seen.loss is None or seen.loss.broadcast is None:
+    if seen.loss.broadcast is None:
         return
     one, other, result = seen.loss.broadcast
     yield alarm(
@@ -61,60 +67,44 @@ def loss_broadcast(seen: Observation) -> Iterator[Finding]:
 
 
 def inverted_loss(seen: Observation) -> Iterator[Finding]:
-    """Find a loss with the wrong sign: it is made larger."""
+    """Find a loss with the wrong sign: an error that is made larger, or a score made smaller."""
     loss = seen.loss
-    if loss is not None and loss.score is not None:
-        yield from _score_minimised(seen, *loss.score)
-    if loss is None or loss.inner is None or not loss.inner > 0:
+    maximized = any(group.get("maximize") for group in seen.structure.groups)
+    right, wrong = loss.score or (0.0, 0.0)
+    if not maximized and right > cuts.SCORE.value and 0 <= wrong < 1 - cuts.SCORE.value:
+        yield warn(
+            "inverted_loss",
+            text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
+            "their opposite: it is a score, and training makes it smaller.",
+            advice="Minimise 1 - score; if targets mark what is not wanted, there is nothing to "
+            "do.",
+            evidence={"right": right, "opposite": wrong},
+        )
+    if loss.inner is None or not loss.inner > 0:
         return
-    if any(group.get("maximize") for group in seen.structure.groups):
-        if math.isclose(loss.value, loss.inner, rel_tol=1e-4):
-            yield alarm(
-                "inverted_loss",
-                text=f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an "
-                "error: training makes it larger.",
-                advice="Remove maximize=True.",
-                evidence={"loss": loss.value, "error": loss.inner},
-            )
-        return
-    if not loss.value < 0:
-        return
-    if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
+    signed = loss.inner if maximized else -loss.inner
+    if not math.isclose(loss.value, signed, rel_tol=1e-4):
         return
     yield alarm(
         "inverted_loss",
-        text=f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes "
+        text=f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an error: "
+        "training makes it larger."
+        if maximized
+        else f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes "
         "the error larger.",
-        advice="Remove the minus.",
+        advice="Remove maximize=True." if maximized else "Remove the minus.",
         evidence={"loss": loss.value, "error": loss.inner},
-    )
-
-
-def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[Finding]:
-    """Find a score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
-    maximized = any(group.get("maximize") for group in seen.structure.groups)
-    if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
-        return
-    yield warn(
-        "inverted_loss",
-        text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
-        "their opposite: it is a score, and training makes it smaller.",
-        advice="Minimise 1 - score; if targets mark what is not wanted, there is nothing to do.",
-        evidence={"right": right, "opposite": wrong},
     )
 
 
 def unreachable_targets(seen: Observation) -> Iterator[Finding]:
     """Find targets that the last function of the model cannot return."""
-    loss = seen.loss
-    if loss is None:
-        return
-    layers = (loss.output_layer,) if loss.output_layer else ()
+    loss, is_relu = seen.loss, seen.loss.output_function == "relu"
     sums = loss.range.startswith("numbers")
     if loss.outside > cuts.OUTSIDE.value:
         yield alarm(
             "unreachable_targets",
-            layers=layers,
+            layers=loss.layers,
             text=f"The output goes through {loss.output_function}, which makes {loss.range}, but "
             f"{percent(loss.outside)} of the targets {'do not' if sums else 'lie outside'}.",
             advice="Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on "
@@ -124,20 +114,15 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
             "last activation or loss.",
             evidence={"outside_share": loss.outside},
         )
-    elif loss.bounded and loss.classes is not None and loss.misread is None:
+    elif loss.classes is not None and (is_relu or (loss.bounded and loss.misread is None)):
         yield warn(
             "activation_before_loss",
-            layers=layers,
-            text=f"The logits go through {loss.output_function} before the cross entropy and lie "
-            f"within {loss.range}: no class can become much more likely than another.",
-            advice="Remove the activation after the last layer.",
-        )
-    elif loss.output_function == "relu" and loss.classes is not None:
-        yield warn(
-            "activation_before_loss",
-            layers=layers,
+            layers=loss.layers,
             text="The logits go through relu before the cross entropy: no class can be made less "
-            "likely than one at 0, and units at 0 do not learn.",
+            "likely than one at 0, and units at 0 do not learn."
+            if is_relu
+            else f"The logits go through {loss.output_function} before the cross entropy and lie "
+            f"within {loss.range}: no class can become much more likely than another.",
             advice="Remove the activation after the last layer.",
         )
 
@@ -145,7 +130,7 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
 def softmax_dimension(seen: Observation) -> Iterator[Finding]:
     """Find a softmax that does not run over what its result is used for."""
     found = list(seen.softmaxes)
-    if not found or (seen.loss is not None and (seen.loss.misread or ("", ""))[0] == "logits"):
+    if not found or (seen.loss.misread or ("", ""))[0] == "logits":
         return  # another diagnosis says that it should not be there at all
     worst = found[0]
     where = f"of {worst.layer!r} " if worst.layer else ""
@@ -153,12 +138,10 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
     over = axis if worst.over == f"axis {worst.axis}" else f"{worst.over} ({axis})"
     mixes = "" if worst.wanted else ": what is said about one sample depends on the others"
     wanted = f", but its result is used as one over {worst.wanted}" if worst.wanted else mixes
-    layers = tuple(dict.fromkeys(each.layer for each in found if each.layer or not each.in_loss))
-    if not layers and seen.loss is not None and seen.loss.output_layer:
-        layers = (seen.loss.output_layer,)
+    layers = layers_of(each for each in found if each.layer or not each.in_loss)
     yield alarm(
         "softmax_dimension",
-        layers=layers,
+        layers=layers or seen.loss.layers,
         phase="loss" if worst.in_loss else "forward",
         text=f"A softmax {where}runs over {over}{wanted}.",
         advice="Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
@@ -169,10 +152,8 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
 
 def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
     """Find a causal model that is to predict the token it is given."""
-    if seen.loss is None or seen.loss.targets != "inputs":
-        return
     causal = [each for each in seen.heads if each.future == 0]
-    if not causal:
+    if seen.loss.targets != "inputs" or not causal:
         return
     yield alarm(
         "targets_not_shifted",
@@ -185,12 +166,8 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
 
 def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
     """Find attention that reads the very token that it should predict."""
-    if seen.loss is None or seen.loss.targets != "next inputs" or seen.origin is not None:
-        return
-    layers = tuple(
-        dict.fromkeys(each.layer for each in seen.heads if each.future > cuts.FUTURE.value)
-    )
-    if not layers:
+    layers = layers_of(each for each in seen.heads if each.future > cuts.FUTURE.value)
+    if seen.loss.targets != "next inputs" or seen.origin is not None or not layers:
         return
     yield warn(
         "missing_causal_mask",
@@ -204,7 +181,7 @@ def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
 def constant_targets(seen: Observation) -> Iterator[Finding]:
     """Find class numbers that are all the same, of a model that tells several classes apart."""
     data, loss = seen.data, seen.loss
-    if data is None or loss is None or data.classes_seen != 1 or data.samples < _LEAST_SAMPLES:
+    if data.classes_seen != 1 or data.samples < _LEAST_SAMPLES:
         return
     if loss.classes is None or loss.classes < _LEAST_CLASSES:
         return  # one of two classes may be rare
@@ -221,8 +198,7 @@ def constant_targets(seen: Observation) -> Iterator[Finding]:
 def loss_divided_again(seen: Observation) -> Iterator[Finding]:
     """Find a mean that is divided twice, and accumulated gradients that are not scaled."""
     loss, passes = seen.loss, 0 if seen.steps is None else seen.steps.passes
-    weights = set() if loss is None else {round(weight, 9) for weight, _ in loss.weights}
-    if loss is None or len(weights) != 1 or passes < 1:
+    if len({round(weight, 9) for weight, _ in loss.weights}) != 1 or passes < 1:
         return
     weight, samples = loss.weights[0]
     again = {
@@ -253,7 +229,7 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
 
 def logits_left(seen: Observation) -> float:
     """Return the largest logit that the loss is given / the largest output of the last layer."""
-    if seen.loss is None or not seen.loss.output_layer or not len(seen.trace):
+    if not seen.loss.output_layer or not len(seen.trace):
         return math.nan
     largest = float(seen.trace.column(seen.loss.output_layer, "activations", "abs_max")[0])
     return seen.loss.logit / largest if largest > 0 else math.nan
@@ -261,13 +237,12 @@ def logits_left(seen: Observation) -> float:
 
 def logits_too_small(seen: Observation) -> Iterator[Finding]:
     """Find logits that are divided by so much that every class is as likely as the others."""
-    left = logits_left(seen)
-    loss = seen.loss
-    if loss is None or not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
+    left, loss = logits_left(seen), seen.loss
+    if not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
         return
     yield warn(
         "logits_too_small",
-        layers=(loss.output_layer,),
+        layers=loss.layers,
         text=f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at "
         f"most {loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does "
         "not fall.",

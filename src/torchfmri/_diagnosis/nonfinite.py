@@ -1,6 +1,9 @@
-"""Where numbers that are not finite appeared first, as far as statistics tell.
+"""Where numbers stopped being finite, as far as statistics tell.
 
-A replay of the step, operation by operation, tells more; this is what is left without one.
+`registry` calls `origin` and `nonfinite_in_trace`. If a step was run again operation by operation
+(`_incidents`), its origin is known exactly and statistics are not asked. -inf alone is not counted
+as harm (`harmful` leaves it out), because masks are filled with it. Texts and advice may be changed
+freely; conditions only with the suite of `benchmarks diagnosis`.
 """
 
 from __future__ import annotations

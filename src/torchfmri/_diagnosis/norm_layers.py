@@ -1,4 +1,8 @@
-"""Diagnoses of batch norms and dropout: the mode they run in, and what statistics they take."""
+"""Diagnoses of batch norms and dropout: their mode, and the statistics they take.
+
+`registry` calls each function; `_checkup` fills `NormFacts`. A run that ends in evaluation mode is
+not judged for statistics, because it evaluates on purpose then. Texts may be changed freely.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.facts import NormFacts
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import NormFacts, Observation
 from torchfmri._records import Finding, warn
 from torchfmri._text import listed
 
@@ -18,8 +21,7 @@ _LEAST_CALLS = 3
 def evaluation_mode(seen: Observation) -> Iterator[Finding]:
     """Find dropout and batch norms in evaluation mode while the model is trained."""
     modes = seen.structure.modes
-    called = modes if seen.reach is None else [each for each in modes if each in seen.reach.called]
-    judged = [layer for layer in modes if layer in called]
+    judged = [each for each in modes if seen.reach is None or each in seen.reach.called]
     first = _evaluated_since(seen, judged)
     if not judged or first is None:
         return
@@ -61,8 +63,8 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
         "batch_norm_of_few",
         layers=tuple(each.layer for each in few),
         text=f"{worst.layer!r} takes its mean and variance from {worst.samples} "
-        f"sample{'s' if worst.samples > 1 else ''} ({worst.values} numbers of a channel): what "
-        "tells samples apart is divided away, and evaluation does something else.",
+        f"sample{'s' if worst.samples > 1 else ''} ({worst.values} numbers of a channel): "
+        "differences between samples are divided away, and evaluation computes something else.",
         advice="Use larger batches, or GroupNorm or LayerNorm, or put the batch norms in "
         "evaluation mode if they have statistics.",
         evidence={"samples": worst.samples, "values": worst.values},

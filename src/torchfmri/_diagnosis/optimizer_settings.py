@@ -1,4 +1,10 @@
-"""Diagnoses of the optimizer's settings: rates too low, of all or of one group, and momentum."""
+"""Diagnoses of the optimizer's settings: rates that are too low, and momentum.
+
+`registry` calls each function; `rates` compares groups. A rate that is low for one group only is
+reported for that group, one that is low for all is reported once. Warm-ups and schedules that end
+at 0 on purpose must stay silent. Texts and advice may be changed freely; conditions only with the
+suite of `benchmarks diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from torchfmri._records import Finding, warn
 from torchfmri._text import listed, percent
 
 _BEGAN = 100
-"""So many times the cut, and the first steps did train."""
+"""Updates this many times above the cut at the start show that the run did train at first."""
 
 
 def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
@@ -38,13 +44,14 @@ def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
     """Find a group of parameters that hardly changes, beside others that learn."""
     groups = low_groups(seen)
     if groups and _too_low(seen, update_ratios(seen)) is not None:
-        return  # it is no matter of one group
+        return  # all groups are too slow, and `learning_rate_too_low` reports them together
+    first = int(seen.trace.steps[0]) if len(seen.trace) else 0
     for group, typical in groups:
         if group.rate == 0:
             yield warn(
                 "learning_rate_zero",
                 layers=group.layers,
-                step=int(seen.trace.steps[0]) if len(seen.trace) else 0,
+                step=first,
                 text=f"The group of {listed(group.layers)} has a learning rate of 0 (others have "
                 f"{group.nearest:g}): it is not trained.",
                 advice="Set lr for this group; to freeze on purpose set requires_grad=False, which "
@@ -54,7 +61,7 @@ def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
         yield warn(
             "learning_rate_too_low",
             layers=group.layers,
-            step=int(seen.trace.steps[0]),
+            step=first,
             text=f"Each step changes the weights of {listed(group.layers)} by {percent(typical)} "
             f"of their size (usual is about 0.1 % to 1 %): their group has the learning rate "
             f"{group.rate:g}, the nearest other {group.nearest:g}.",

@@ -1,4 +1,11 @@
-"""A single batch that is unlike the others, and what it does to the run."""
+"""A single batch that is unlike the others, and what it does to the run.
+
+`registry` calls `outlier_batch`; `starting_point` asks `odd_data` whether the first batch is odd. A
+batch is reported only with its harm (numbers lost, weights replaced, running statistics or Adam's
+averages polluted): rare classes and hard examples are odd too, and harmless. A jump counts after
+ordinary updates only; after a large one it is the weights that differ, and not the batch. Texts and
+advice may be changed freely; conditions only with the suite of `benchmarks diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +27,9 @@ from torchfmri._records import Finding, finding_of
 from torchfmri._text import listed, percent
 
 _BEFORE = 3
-"""So many steps must have been calm before one is called unlike them."""
+"""How many calm steps must come before a step that is called unlike them."""
 _SOON = 5
+"""How many steps later lost numbers still count as the harm of a batch."""
 _MANY = 1e6
 _LARGEST = float(np.finfo(np.float32).max)
 _LOST = "the numbers stopped being finite"
@@ -41,7 +49,7 @@ class OddBatch(NamedTuple):
 
     Attributes:
         step: The step that used it.
-        what: What of it is too large, in words.
+        what: The part of the batch that is too large, in words.
         factor: How many times as large as usual that is.
     """
 
@@ -134,7 +142,7 @@ def _is_fed(seen: Observation, layer: str, step: int) -> bool:
 
 def odd_data(seen: Observation) -> Iterator[OddBatch]:
     """Yield the batches whose inputs or targets are far larger, if they are few."""
-    for what, sizes in seen.data.sizes.items() if seen.data is not None else ():
+    for what, sizes in seen.data.sizes.items():
         usual = median(sizes)
         large = [step for step, size in enumerate(sizes) if size > cuts.ODD_BATCH.value * usual > 0]
         if len(large) <= len(sizes) // _BEFORE:

@@ -1,4 +1,10 @@
-"""Profiles along the depth: gradients, outputs of alike layers, differences between samples."""
+"""Profiles along the depth: gradients, outputs of alike layers, differences between samples.
+
+`depth` and `starting_point` read them, and `benchmarks diagnosis` measures them. A profile needs at
+least four layers. The second smallest value counts beside the smallest, because one layer that
+differs is no trend; correlations are of ranks or of logarithms, because sizes span many powers of
+ten.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,8 @@ from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.signals import median, trained_matrices
 from torchfmri._diagnosis.structure import ParameterFacts
 
-SECOND_RATIO = 1e-3
-STEADY = 0.9
+_SECOND_RATIO = 1e-3  # the second smallest must be small too: one odd layer is not a trend
+STEADY = 0.9  # correlation with depth from which on sizes change steadily
 _LEAST_LAYERS = 4
 _DIGITS = re.compile(r"\d+")
 
@@ -47,11 +53,16 @@ class DepthProfile:
     @property
     def vanishes(self) -> bool:
         """Whether they get so much smaller towards the input that the first layers do not learn."""
-        return (
-            self.trend >= DEPTH_TREND.value
-            and self.ratio < DEPTH_RATIO.value
-            and self.second_ratio < SECOND_RATIO
-        )
+        return self.trend >= DEPTH_TREND.value and self._is_steep
+
+    @property
+    def explodes(self) -> bool:
+        """Whether they get as much larger towards the input."""
+        return self.trend <= -DEPTH_TREND.value and self._is_steep
+
+    @property
+    def _is_steep(self) -> bool:
+        return self.ratio < DEPTH_RATIO.value and self.second_ratio < _SECOND_RATIO
 
 
 def gradient_profile(seen: Observation) -> DepthProfile | None:
@@ -81,7 +92,7 @@ def signal_sizes(seen: Observation) -> tuple[list[str], Floats]:
 def signal_left(seen: Observation) -> float:
     """Return how much of the difference between samples is left along the depth: last / first.
 
-    nan where there are fewer than four hidden matrices, or no steady fall.
+    nan if there are fewer than four hidden matrices, or no steady fall.
     """
     layers, sizes = signal_sizes(seen)
     if len(layers) < _LEAST_LAYERS or not sizes[0] > 0:
@@ -103,7 +114,7 @@ class DepthGrowth:
     Attributes:
         layers: Alike layers in the order in which they run.
         rms: The rms of each layer's output, at the step where it grew most.
-        step: That step.
+        step: The number of the step at which they grew most.
         trend: Correlation of log rms with depth.
     """
 

@@ -1,4 +1,9 @@
-"""Learning rates: of the groups of parameters, and over the steps."""
+"""Learning rates of the groups of parameters and over the steps, in numbers and in words.
+
+The files about the optimizer read them. Rates are compared with the nearest other group, not with
+the mean: layer-wise decay is a ladder of rates, and no step of it is far. Rates come from the run
+if there was one, because a scheduler's first rate may be 0.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.observation import Floats, Observation, layers_of
 from torchfmri._diagnosis.signals import LEAST_STEPS, median, update_ratios
+
+# Advice that several diagnoses give.
+SET_RATE = (
+    "Set lr; if a scheduler sets it, see that scheduler.step() is called and where its warm-up "
+    "begins."
+)
+TRAIN_LENGTH = "Give the scheduler the number of steps that you train for (steps, not epochs)."
+FINER_WEIGHTS = (
+    "Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise the "
+    "learning rate."
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ def far_groups(seen: Observation) -> list[FarGroup]:
         if not gaps.min() >= math.log(cuts.GROUP_GAP.value):
             continue
         names = tuple(name for name in group["parameters"] if name in facts)
-        layers = tuple(dict.fromkeys(facts[name].layer for name in names))
+        layers = layers_of(facts[name] for name in names)
         nearest = float(others[int(gaps.argmin())])
         found.append(FarGroup(float(rates[place]), nearest, names, layers))
     return found
@@ -92,6 +108,6 @@ def rate_fell(seen: Observation) -> int | None:
 
 
 def rate_in_words(seen: Observation) -> str:
-    """Return the largest learning rate in brackets; "" where there is none."""
+    """Return the largest learning rate in brackets; "" if there is none."""
     rates = {group["lr"] for group in seen.structure.groups if math.isfinite(group["lr"])}
     return f" ({max(rates):g})" if rates else ""

@@ -1,4 +1,10 @@
-"""Diagnoses of how far calls and gradients reach: cuts, idle layers, tensors that nobody owns."""
+"""Diagnoses of how far calls and gradients reach: cuts, idle layers, tensors nobody owns.
+
+`registry` calls each function. A check-up knows from the graph what was called and read (`Reach`);
+a Monitor knows only that a layer ran and got no gradient (`_cut_in_trace`), so its finding says
+less. Experts that got no token are idle and not unused, so they are left out. Texts and advice may
+be changed freely; conditions only with the suite of `benchmarks diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order
 from torchfmri._diagnosis.structure import ParameterFacts
 from torchfmri._records import Finding, alarm, warn
@@ -21,12 +27,16 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
     if reach is None:
         yield from _cut_in_trace(seen)
         return
-    if not len(seen.trace) and reach.loss_has_graph:
-        return
-    if not reach.loss_has_graph and all_frozen(seen):
-        return  # `frozen_layer` reports it
-    if not reach.loss_has_graph:
-        yield _loss_without_graph(seen)
+    if not reach.loss_has_graph and not all_frozen(seen):  # else `frozen_layer` reports it
+        yield alarm(
+            "graph_cut",
+            layers=layers_of(_optimized(seen)),
+            phase="loss",
+            text="The loss has no graph: nothing that is trained can be reached from it.",
+            advice="Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad "
+            "between the output and the loss.",
+        )
+    if not reach.loss_has_graph or not len(seen.trace):
         return
     called = set(reach.called)
     without = [
@@ -37,7 +47,7 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
     cut = [each for each in without if _is_read(seen, each.layer) and not _is_passed_by(seen, each)]
     if not cut:
         return
-    layers = tuple(dict.fromkeys(each.layer for each in cut))
+    layers = layers_of(cut)
     beyond = _first_with_gradient_after(seen, layers[-1])
     no_graph = [layer for layer in layers if layer in reach.without_graph]
     why = (
@@ -53,18 +63,6 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
         advice="Remove the .detach(), no_grad, .item() or argmax there; if the cut is on purpose, "
         "set requires_grad=False and leave these parameters out of the optimizer.",
         evidence={"layers_without_gradient": len(layers)},
-    )
-
-
-def _loss_without_graph(seen: Observation) -> Finding:
-    layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
-    return alarm(
-        "graph_cut",
-        layers=layers,
-        phase="loss",
-        text="The loss has no graph: nothing that is trained can be reached from it.",
-        advice="Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad "
-        "between the output and the loss.",
     )
 
 
@@ -85,7 +83,7 @@ def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
     ]
     if not cut:
         return
-    layers = tuple(dict.fromkeys(each.layer for each in cut))
+    layers = layers_of(cut)
     yield warn(
         "graph_cut",
         layers=layers,
@@ -118,26 +116,26 @@ def unused_layer(seen: Observation) -> Iterator[Finding]:
         yield _unused_parameters(passed_by)
     if not idle:
         return
-    layers = tuple(dict.fromkeys(each.layer for each in idle))
-    never = [layer for layer in layers if layer not in called]
-    what = "never ran" if never else "ran, but nothing reads what it returns"
+    layers, count = layers_of(idle), sum(each.elements for each in idle)
+    what = (
+        "never ran" if not called.issuperset(layers) else "ran, but nothing reads what it returns"
+    )
     yield warn(
         "unused_layer",
         layers=layers,
         step=None,
-        text=f"{listed(layers)} {what}: {sum(each.elements for each in idle):,} parameters in the "
-        "optimizer that cannot learn.",
+        text=f"{listed(layers)} {what}: {count:,} parameters in the optimizer that cannot learn.",
         advice="Call the layer in forward, or remove it.",
-        evidence={"parameters": sum(each.elements for each in idle)},
+        evidence={"parameters": count},
     )
 
 
 def _unused_parameters(found: list[ParameterFacts]) -> Finding:
-    """Parameters of layers that are trained otherwise."""
+    """Return the finding about parameters without a gradient in layers that are trained."""
     count = sum(each.elements for each in found)
     return warn(
         "unused_layer",
-        layers=tuple(dict.fromkeys(each.layer for each in found)),
+        layers=layers_of(found),
         step=None,
         text=f"No gradient reaches {listed([each.name for each in found])}, while the rest of the "
         f"layer is trained: forward does not use {'it' if len(found) == 1 else 'them'}, or only "
@@ -158,9 +156,9 @@ def _is_passed_by(seen: Observation, each: ParameterFacts) -> bool:
 
 def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
     """Find tensors that the loss depends on and that the model does not know as its own."""
-    if seen.reach is None or not seen.reach.unregistered:
+    found = () if seen.reach is None else seen.reach.unregistered
+    if not found:
         return
-    found = seen.reach.unregistered
     yield alarm(
         "unregistered_parameters",
         step=None,

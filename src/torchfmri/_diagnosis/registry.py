@@ -1,7 +1,10 @@
 """All diagnoses, and which of their findings follow from which.
 
-A new diagnosis is one function of an Observation, entered in DIAGNOSES; if others follow from it,
-or it from others, a line in CAUSES.
+`diagnose`, `Inspector.diagnose` and `LiveDiagnosis` call `find`. A new diagnosis is one function of
+an `Observation` that yields findings, entered in `DIAGNOSES`, and in `LIVE` if the statistics of a
+Monitor are enough for it. If others follow from it, or it from others, add a line to `CAUSES`. The
+order of `CAUSES` matters: the most basic cause comes first and takes the findings that several
+could explain. One planted fault must give one finding; the suite checks it.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from torchfmri._diagnosis import (
     wiring,
 )
 from torchfmri._diagnosis.nonfinite import nonfinite_in_trace, origin
-from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.outliers import outlier_batch
+from torchfmri._diagnosis.report import Notes
 from torchfmri._records import PHASES, SEVERITIES, Finding
 
 Diagnose = Callable[[Observation], Iterator[Finding]]
@@ -81,7 +84,6 @@ _SIZES = (
     "half_headroom", "clipping_hides_explosion", "loss_spike", "diverging_loss",
 )  # fmt: skip
 CAUSES: dict[str, tuple[str, ...]] = {
-    # Cause -> what it leads to; the first cause in this order takes what is there.
     "nonfinite_data": (*_NONFINITE, "loss_spike", "diverging_loss", "representation_collapse"),
     "outlier_batch": ("learning_rate_too_high", "updates_lost", *_SIZES, *_NONFINITE),
     "weights_changed_outside": (
@@ -222,7 +224,7 @@ def _parent(place: int, findings: Sequence[Finding]) -> int | None:
 
 
 def _order(finding: Finding) -> tuple[int, int, int]:
-    """When it begins: nothing follows from what comes later."""
+    """Return when a finding begins, to compare; nothing follows from a later one."""
     step = -1 if finding.step is None else finding.step
     if step == 0 and finding.problem in ("outlier_batch", *_NONFINITE):
         step = -1  # nothing was trained yet: what the numbers do by themselves comes first

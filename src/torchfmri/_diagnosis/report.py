@@ -1,14 +1,24 @@
-"""The result of a diagnosis: what was found, to read, to draw, and as data."""
+"""The result of a diagnosis: what was found, to read, to draw, and as data, and its notes.
+
+`Diagnosis` is public. Its attributes, `to_dict` and the order of its findings (the worst first)
+must stay. The wording of the report may be changed freely. `_checkup` and `registry.find` put their
+own code inside `Notes.guard`: an error of ours must not end somebody's training nor stay hidden,
+so it becomes a sentence of the report. Only `Exception` is caught there; `Lost` and Ctrl-C pass.
+"""
 
 from __future__ import annotations
 
 import math
+import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchfmri._records import Finding
+from torchfmri._records import SEVERITIES, Finding
 from torchfmri._text import (
     BOLD,
     DIM,
@@ -31,19 +41,52 @@ _MOST_LAYERS = 4
 _COLOURS = {"alarm": "#D55E00", "warn": "#B8860B", "inform": "#0072B2"}
 
 
+class Notes:
+    """Sentences about a run that are not findings; each is kept once."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, None] = {}
+
+    def add(self, sentence: str) -> None:
+        """Note something."""
+        self._said.setdefault(sentence)
+
+    @contextmanager
+    def guard(self, part: str) -> Iterator[None]:
+        """Turn an error in the block into a note: `part` was not fully looked at.
+
+        Only errors: what ends a step on purpose (Lost, Ctrl-C) passes through.
+        """
+        try:
+            yield
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            said = str(error).strip().partition("\n")[0]
+            self.add(
+                f"{part} could not be looked at ({type(error).__name__}: {said}, "
+                f"{Path(frame.filename).name}:{frame.lineno}): what is wrong there may be missing "
+                "from this report. This is a fault of torchfmri."
+            )
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All notes, oldest first."""
+        return tuple(self._said)
+
+
 @dataclass(frozen=True)
 class Diagnosis(Sequence[Finding]):
     """The findings of one run, the worst first; print it to read it.
 
     Attributes:
         model: The class of the model.
-        findings: What was found, each with what follows from it.
+        findings: The findings, each with its consequences.
         steps: How many steps were looked at.
         facts: Numbers about the run that are not findings, such as the loss at both ends.
         seconds: How long it took.
-        history: The statistics behind it, for figures; None where there are none.
+        history: The statistics behind it, for figures; None if there are none.
         observation: Everything that was observed; for those who write diagnoses.
-        notes: What to know about the run itself, such as a part that could not be looked at.
+        notes: Notes about the run itself, such as a part that could not be looked at.
 
     Examples:
         >>> import torch, torchfmri
@@ -121,12 +164,9 @@ class Diagnosis(Sequence[Finding]):
         return encodable("\n".join(lines))
 
     def _verdict(self) -> str:
-        counts = {
-            "alarm": sum(each.severity == "alarm" for each in self.findings),
-            "warning": sum(each.severity == "warn" for each in self.findings),
-            "remark": sum(each.severity == "inform" for each in self.findings),
-        }
-        said = ", ".join(plural(count, name) for name, count in counts.items() if count)
+        counts = Counter(each.severity for each in self.findings)
+        nouns = zip(SEVERITIES, ("alarm", "warning", "remark"), strict=True)
+        said = ", ".join(plural(counts[each], noun) for each, noun in nouns if counts[each])
         return f"{said or 'nothing found'} in {plural(self.steps, 'step')} ({self.seconds:.1f} s)"
 
     def _repr_html_(self) -> str:
@@ -171,7 +211,7 @@ class Diagnosis(Sequence[Finding]):
 
 
 def _headline(finding: Finding) -> str:
-    """In one line: alarm: dead units in 1 (forward, step 0)."""
+    """Return a finding in one line: "alarm: dead units in 1 (forward, step 0)"."""
     layers = [layer_label(each) for each in finding.layers]
     named = ", ".join(layers[:_MOST_LAYERS])
     more = f" and {len(layers) - _MOST_LAYERS} more" if len(layers) > _MOST_LAYERS else ""

@@ -1,14 +1,23 @@
-"""Diagnoses of data, initialisation and precision: what a model begins with."""
+"""Diagnoses of data, initialisation and number formats: what a model begins with.
+
+`registry` calls each function with an `Observation`. Most read `DataFacts` and the first step;
+`unscaled_targets` also reads the loss of the whole run, `half_headroom` and `half_underflow` all
+steps. A fact that was not measured keeps its default (NaN, 0 or empty), and a default never leads
+to a finding: conditions are written so that NaN fails them. The names of findings and the keys of
+`evidence` are read by users and by `benchmarks`, so they stay; texts and advice may be changed
+freely, limits in `cuts` with their tests. `init_too_large` needs a symptom beside the large
+weights, because some architectures multiply on purpose.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.outliers import odd_data
 from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
@@ -22,36 +31,39 @@ _LARGEST_HALF = 65504.0
 
 
 def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
-    """Find inputs far larger than initialisations assume, with no norm layer to read them."""
-    data = seen.data
-    if data is None:
-        return
-    if data.rms is None or data.normalised or not data.reader:
-        yield from _large_given(seen, data.given)
-        return
-    if data.rms < cuts.INPUT_SMALL.value:
-        yield from _small_inputs(seen, data.rms, data.reader)
-        return
-    if data.rms <= cuts.INPUT_SIZE.value:
-        yield from _large_given(seen, data.given)
-        return
-    yield warn(
-        "unscaled_inputs",
-        layers=(data.reader,),
-        text=f"The inputs have an rms of {data.rms:,.0f}, and {data.reader!r} takes them as they "
-        "are; initial weights and learning rates assume about 1.",
-        advice="Subtract the mean and divide by the standard deviation of the training data (or "
-        "put a norm layer first).",
-        evidence={"input_rms": data.rms},
-    )
+    """Find inputs far larger or smaller than initialisations assume, with no norm layer first."""
+    reader = seen.data.reader
+    rms = None if seen.data.normalised or not reader else seen.data.rms
+    if rms is None or cuts.INPUT_SMALL.value <= rms <= cuts.INPUT_SIZE.value:
+        yield from _large_given(seen)
+    elif rms > cuts.INPUT_SIZE.value:
+        yield warn(
+            "unscaled_inputs",
+            layers=(reader,),
+            text=f"The inputs have an rms of {rms:,.0f}, and {reader!r} takes them as they are; "
+            "initial weights and learning rates assume about 1.",
+            advice="Subtract the mean and divide by the standard deviation of the training data "
+            "(or put a norm layer first).",
+            evidence={"input_rms": rms},
+        )
+    elif is_stuck(seen):  # later layers see little but biases
+        yield warn(
+            "unscaled_inputs",
+            layers=(reader,),
+            text=(f"The inputs have an rms of {rms:.2g}" if rms > 0 else "The inputs are 0")
+            + f", and {reader!r} takes them as they are: next to its bias they make no difference, "
+            "and the loss does not fall. Initial weights and learning rates assume about 1.",
+            advice="Subtract the mean and divide by the standard deviation of the training data; "
+            "see that it is not scaled down twice.",
+            evidence={"input_rms": rms},
+        )
 
 
-def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Finding]:
+def _large_given(seen: Observation) -> Iterator[Finding]:
     """Find large numbers that the model makes from the data before its first layer."""
-    if any(odd.step == 0 for odd in odd_data(seen)):  # they are those of the first batch
-        return
-    large = {layer: rms for layer, rms in given.items() if np.inf > rms > cuts.INPUT_SIZE.value}
-    if not large:
+    given = seen.data.given.items()
+    large = {layer: rms for layer, rms in given if np.inf > rms > cuts.INPUT_SIZE.value}
+    if not large or any(odd.step == 0 for odd in odd_data(seen)):  # the first batch is odd itself
         return
     layer, rms = max(large.items(), key=lambda each: each[1])
     yield warn(
@@ -65,26 +77,10 @@ def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Find
     )
 
 
-def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Finding]:
-    """Find inputs so small that later layers see only biases, if nothing is learnt."""
-    if not is_stuck(seen):
-        return
-    yield warn(
-        "unscaled_inputs",
-        layers=(reader,),
-        text=(f"The inputs have an rms of {rms:.2g}" if rms > 0 else "The inputs are 0")
-        + f", and {reader!r} takes them as they are: next to its bias they make no difference, and "
-        "the loss does not fall. Initial weights and learning rates assume about 1.",
-        advice="Subtract the mean and divide by the standard deviation of the training data; see "
-        "that it is not scaled down twice.",
-        evidence={"input_rms": rms},
-    )
-
-
 def unscaled_targets(seen: Observation) -> Iterator[Finding]:
     """Find targets that are so far away that the loss does not move."""
     data, loss = seen.data, seen.trace.loss
-    if data is None or not data.target_rms > cuts.TARGET_SIZE.value or len(loss) < 10:
+    if not data.target_rms > cuts.TARGET_SIZE.value or len(loss) < 10:
         return
     first, last = float(np.median(loss[:3])), float(np.median(loss[-3:]))
     if not last > cuts.LOSS_NOT_BETTER.value * first:
@@ -102,8 +98,6 @@ def unscaled_targets(seen: Observation) -> Iterator[Finding]:
 def duplicate_samples(seen: Observation) -> Iterator[Finding]:
     """Find batches that consist of copies, or copies that have different targets."""
     data = seen.data
-    if data is None:
-        return
     if data.changing > cuts.CHANGING.value:
         yield warn(
             "contradictory_labels",
@@ -134,7 +128,7 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
 def unshuffled_data(seen: Observation) -> Iterator[Finding]:
     """Find batches of a single class each, although there are several."""
     data = seen.data
-    if data is None or data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
+    if data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
         return
     yield alarm(
         "unshuffled_data",
@@ -148,7 +142,7 @@ def unshuffled_data(seen: Observation) -> Iterator[Finding]:
 def padding_in_loss(seen: Observation) -> Iterator[Finding]:
     """Find targets after the end of a text that count in the loss."""
     data = seen.data
-    if data is None or data.padding <= cuts.PADDING.value:
+    if data.padding <= cuts.PADDING.value:
         return
     yield warn(
         "padding_in_loss",
@@ -161,9 +155,9 @@ def padding_in_loss(seen: Observation) -> Iterator[Finding]:
 
 def padding_row(seen: Observation) -> Iterator[Finding]:
     """Find an embedding whose padding row is not 0 and, by its nature, never learns."""
-    if seen.data is None or not seen.data.padding_rows:
-        return
     rows = seen.data.padding_rows
+    if not rows:
+        return
     yield warn(
         "padding_row",
         layers=tuple(rows),
@@ -179,7 +173,7 @@ def padding_row(seen: Observation) -> Iterator[Finding]:
 
 
 def init_too_large(seen: Observation) -> Iterator[Finding]:
-    """Find matrices that multiply sizes, where that is seen to do harm."""
+    """Find matrices that make outputs much larger than inputs, if a symptom shows the harm."""
     large = {name: gain for name, gain in gains(seen).items() if gain > cuts.GAIN.value}
     if not large:
         return
@@ -187,7 +181,7 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
     ratio = initial_loss_ratio(seen)
     if ratio > cuts.INITIAL_LOSS.value:
         symptoms.append(f"the first loss is {ratio:.3g} times what guessing costs")
-    if seen.loss is not None and seen.loss.output_size > cuts.OUTPUT_SIZE.value:
+    if seen.loss.output_size > cuts.OUTPUT_SIZE.value:
         symptoms.append(f"the first output is {seen.loss.output_size:,.0f} times its targets")
     if any(each.factor > cuts.GROWTH_WARN.value for each in growths(seen)):
         symptoms.append("outputs grow along the depth")
@@ -195,14 +189,13 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
         symptoms.append("the numbers did not stay finite")
     if not symptoms:
         return
-    facts = seen.structure.parameters
-    layers = tuple(dict.fromkeys(facts[name].layer for name in large))
     worst = max(large, key=lambda name: large[name])
+    many = f", and so do {len(large)} matrices in all" if len(large) > 1 else ""
     yield alarm(
         "init_too_large",
-        layers=layers,
-        text=f"{worst!r} makes outputs {large[worst]:.3g} times its inputs (usual is 0.6 to 1.4), "
-        f"and so do {len(large)} matrices in all; {', '.join(symptoms)}.",
+        layers=layers_of(seen.structure.parameters[name] for name in large),
+        text=f"{worst!r} makes outputs {large[worst]:.3g} times its inputs (usual is 0.6 to 1.4)"
+        f"{many}; {', '.join(symptoms)}.",
         advice="Initialise with a standard deviation of 1/sqrt(fan in) (Kaiming, Xavier, or 0.02).",
         evidence={"gain": large[worst], "matrices": len(large), "initial_loss_ratio": ratio},
     )
@@ -210,13 +203,12 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
 
 def initial_loss(seen: Observation) -> Iterator[Finding]:
     """Find a first cross entropy far above that of guessing."""
-    ratio = initial_loss_ratio(seen)
-    loss = seen.loss
-    if loss is None or not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
+    ratio, loss = initial_loss_ratio(seen), seen.loss
+    if not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
         return
     yield alarm(
         "initial_loss",
-        layers=(loss.output_layer,) if loss.output_layer else (),
+        layers=loss.layers,
         text=f"The first cross entropy is {loss.cross_entropy:.3g} nats, {ratio:.3g} times the "
         f"{math.log(loss.classes):.2g} of guessing among {loss.classes} classes: the model begins "
         "sure and wrong.",
@@ -260,27 +252,31 @@ def half_headroom(seen: Observation) -> Iterator[Finding]:
 
 
 def half_underflow(seen: Observation) -> Iterator[Finding]:
-    """Find float16 gradients too small to be numbers."""
+    """Find float16 gradients below float16's normal range, or flushed to 0."""
     if seen.steps is None or not (seen.steps.half_gradients or seen.steps.flushed):
         return
     shares = seen.steps.half_gradients
     small = {name: share for name, share in shares.items() if share > cuts.UNDERFLOW_WARN.value}
-    flushed = [name for name in seen.steps.flushed if name not in shares]
+    flushed = sorted(name for name in seen.steps.flushed if name not in shares)
     if not small and not (flushed and shares):
         return
-    worst = max(small.values(), default=1.0)
-    is_alarm = worst > cuts.UNDERFLOW_ALARM.value or bool(flushed)
-    severity: Severity = "alarm" if is_alarm else "warn"
-    if learns(seen):  # small because little is left to learn
-        severity = "inform"
+    worst = max(shares.values())
+    found = []
+    if small:
+        found.append(
+            f"{percent(worst)} of the float16 gradients at {listed(list(small))} lie below its "
+            "normal range (6e-5)."
+        )
+    if flushed:
+        found.append(f"All float16 gradients of {listed(flushed)} are 0; those of others are not.")
+    severity: Severity = "alarm" if worst > cuts.UNDERFLOW_ALARM.value or flushed else "warn"
     layers = tuple(dict.fromkeys([*flushed, *small]))
     yield finding_of(
         "half_underflow",
-        severity=severity,
+        # A run that has little left to learn has small gradients.
+        severity="inform" if learns(seen) else severity,
         layers=layers,
-        text=f"{percent(worst)} of the float16 gradients at {listed(layers)} lie below its normal "
-        "range "
-        "(6e-5)" + (f", and those of {listed(flushed)} are all 0." if flushed else "."),
+        text=" ".join(found),
         advice="Use a GradScaler, or bfloat16.",
         evidence={"subnormal_share": worst, "flushed": len(flushed)},
     )

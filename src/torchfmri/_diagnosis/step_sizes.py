@@ -1,4 +1,11 @@
-"""Diagnoses of step sizes: learning rates that are too high, losses that diverge or jump."""
+"""Diagnoses of step sizes: learning rates that are too high, losses that diverge or jump.
+
+`registry` calls each function. A large update alone is no finding: Adam's first steps, warm
+restarts and fast heads have them too. It is one together with harm, a loss that does not fall or
+numbers that are lost. Keep that order of questions; the healthy setups of the suite hold each
+exception. Texts and advice may be changed freely; conditions only with the suite of `benchmarks
+diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +31,11 @@ from torchfmri._diagnosis.signals import (
 from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
-_SUSTAINED = 3
+_SUSTAINED = 3  # large updates within a window that are more than a single jump
 _WINDOW = 5
 _LEAST_STEPS = 10
-_RECENT = 50
-_MILLIONFOLD = 1e4
+_RECENT = 50  # steps in which a loss half as far out makes a spike nothing new
+_MILLIONFOLD = 1e4  # update / weight that asks for a rate a million times smaller
 
 
 def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
@@ -73,7 +80,7 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def _is_weight(name: str) -> bool:
-    """Whether it is the weight of a layer; a prompt or a table may well be replaced."""
+    """Whether a parameter is the weight of a layer; prompts and tables may be replaced."""
     return name.rpartition(".")[2].startswith("weight")
 
 
@@ -137,7 +144,7 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
     early, late = loss[known[:third]], loss[known[-third:]]
     first, last = median(early), median(late)
     if last <= cuts.DIVERGED.value * first or late.min() <= early.max():
-        return  # batches of one sample scatter tenfold: "stays there" is for every step
+        return  # batches of one sample scatter tenfold, so every late step must be above
     start = known[np.flatnonzero(loss[known] > 2 * first)[0]]
     yield alarm(
         "diverging_loss",

@@ -1,4 +1,10 @@
-"""Diagnoses of weights that no longer move, or never did, while gradients arrive."""
+"""Diagnoses of weights that no longer move, or never did, while gradients arrive.
+
+`registry` calls each function. A check-up knows the learning rates; a Monitor sees only that no
+weight changes, and has to tell a rate of 0 from updates that are smaller than the last digit. A run
+that has converged also stands still: gradients below `_SETTLED` of the largest are its sign. Texts
+and advice may be changed freely; conditions only with the suite of `benchmarks diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +16,17 @@ from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.rates import FINER_WEIGHTS, SET_RATE, TRAIN_LENGTH
 from torchfmri._diagnosis.signals import LEAST_STEPS, gradient_norms, median
 from torchfmri._records import Finding, alarm
 from torchfmri._text import listed
 
-_WINDOW = 5
-_STOPPED = 3
+_WINDOW = 5  # steps at which a layer must have moved before it counts as stopped
+_STOPPED = 3  # steps at which others moved since
 _OUTGROWN = 1e3
-"""Weights that grew so much in a step leave usual updates of 0.1 % below three digits more."""
+"""Growth in one step after which usual updates (0.1 %) are below the last digit of the weights."""
 _SETTLED = 1e-3
-"""Gradients so much smaller than the largest are those of a run that has nothing left to learn."""
+"""Gradients below this share of the largest show that nothing is left to learn."""
 
 
 def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
@@ -37,7 +44,7 @@ def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
         step=step,
         text=f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} "
         "steps changed nothing.",
-        advice="Give the scheduler the number of steps that you train for (steps, not epochs).",
+        advice=TRAIN_LENGTH,
         evidence={"steps_without_update": int(len(rates) - 1 - above[-1])},
     )
 
@@ -63,13 +70,13 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
     step = int(trace.steps[moved[-1] + 1])
     sizes = trace.matrix("parameters", "rms")
     grown = median(sizes[-1] / sizes[moved[-1]]) if sizes.size else math.nan
+    no_weight = f"From step {step} on no weight changes, in {still} steps with gradients"
     if grown > _OUTGROWN:
         yield alarm(
             "updates_lost",
             step=step,
-            text=f"From step {step} on no weight changes, in {still} steps with gradients: the "
-            f"weights have become {grown:.3g} times as large, and updates are smaller than their "
-            "last digit.",
+            text=f"{no_weight}: the weights have become {grown:.3g} times as large, and updates "
+            "are smaller than their last digit.",
             advice="Look at what made the weights so large in the step before; load a checkpoint "
             "from before it.",
             evidence={"growth": grown, "steps_without_update": still},
@@ -78,7 +85,7 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
     yield alarm(
         "learning_rate_zero",
         step=step,
-        text=f"From step {step} on no weight changes, in {still} steps with gradients.",
+        text=f"{no_weight}.",
         advice="See where the learning rate went: give the scheduler the number of steps that you "
         "train for (steps, not epochs).",
         evidence={"steps_without_update": still},
@@ -92,24 +99,18 @@ def _never_moved(seen: Observation) -> Iterator[Finding]:
     stepped = np.isfinite(trace.updates).any(1) & (gradients > 0).any(1)
     if int(stepped.sum()) < LEAST_STEPS or not seen.structure.groups:
         return
-    first, steps = int(trace.steps[0]), int(stepped.sum())
-    no_weight = f"No weight has changed in {steps} steps with gradients"
-    if not any(group["lr"] > 0 for group in seen.structure.groups):
-        yield alarm(
-            "learning_rate_zero",
-            step=first,
-            text=f"{no_weight}: the learning rate is 0.",
-            advice="Set lr; if a scheduler sets it, see that scheduler.step() is called and where "
-            "its warm-up begins.",
+    has_rate = any(group["lr"] > 0 for group in seen.structure.groups)
+    why = "the learning rate is 0"
+    if has_rate:
+        why = (
+            "the updates are smaller than the last digit of the weights, or something has set the "
+            "learning rate to 0"
         )
-        return
     yield alarm(
-        "updates_lost",
-        step=first,
-        text=f"{no_weight}: the updates are smaller than the last digit of the weights, or "
-        "something has set the learning rate to 0.",
-        advice="Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise "
-        "the learning rate.",
+        "updates_lost" if has_rate else "learning_rate_zero",
+        step=int(trace.steps[0]),
+        text=f"No weight has changed in {int(stepped.sum())} steps with gradients: {why}.",
+        advice=FINER_WEIGHTS if has_rate else SET_RATE,
     )
 
 

@@ -1,10 +1,16 @@
-"""What a model and its optimizers are, before anything runs: layers, parameters, who is trained."""
+"""What a model and its optimizers are before anything runs: layers, parameters, who is trained.
+
+A check-up, a Monitor and `live` call `describe` once. Parameters are listed once, under their
+first full name, and wrappers (DDP, compile) are not part of the names. `kinds`, `parameters` and
+`modes` keep model order, because a Monitor takes it for the order of execution.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -30,7 +36,7 @@ class ParameterFacts:
         kind: The class of that layer.
         shape: Its shape.
         trainable: Whether it asks for gradients.
-        optimized: Whether an optimizer has it; None where the optimizer is not known.
+        optimized: Whether an optimizer has it; None if the optimizer is not known.
         fan_in: How many numbers one unit adds up.
     """
 
@@ -61,7 +67,7 @@ class Structure:
         kind: The class of the model.
         kinds: Layer -> the class of its module.
         parameters: Parameter name -> facts; one that has two names is listed once.
-        aliases: Parameter name -> all layers that own it, where there are several.
+        aliases: Parameter name -> all layers that own it, if there are several.
         strangers: How many tensors of the optimizers are not part of the model.
         groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, the
             parameters' names, and eps_lost: what its eps is where that rounds to 0, else "".
@@ -99,20 +105,22 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> Struct
     owned: dict[int, list[tuple[str, str, Tensor]]] = {}
     for full, parameter in named_parameters(layers).items():
         owned.setdefault(id(parameter), []).append((full.rpartition(".")[0], full, parameter))
-    held = _held(optimizers)
-    facts = {}
-    aliases = {}
+    held = {
+        id(parameter)
+        for optimizer in optimizers or ()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    facts, aliases = {}, {}
     for identity, places in owned.items():
         layer, full, tensor = places[0]
-        kind = type(layers[layer]).__name__
-        optimized = None if optimizers is None else identity in held
         facts[full] = ParameterFacts(
             name=full,
             layer=layer,
-            kind=kind,
+            kind=type(layers[layer]).__name__,
             shape=tuple(tensor.shape),
             trainable=tensor.requires_grad,
-            optimized=optimized,
+            optimized=None if optimizers is None else identity in held,
             fan_in=_fan_in(layers[layer], tensor),
         )
         owners = tuple(dict.fromkeys(place[0] for place in places))
@@ -139,15 +147,6 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> Struct
             if isinstance(module, nn.modules.dropout._DropoutNd)
         },
     )
-
-
-def _held(optimizers: Sequence[Optimizer] | None) -> set[int]:
-    return {
-        id(parameter)
-        for optimizer in optimizers or ()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
 
 
 def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -198,20 +197,12 @@ def find_experts(layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return routers: layers with one output for each member of a list beside them."""
     found = {}
     for name, module in layers.items():
-        lists = [
-            (key, child)
-            for key, child in module._modules.items()
-            if isinstance(child, nn.ModuleList) and _are_alike(child)
-        ]
-        for key, members in lists:
-            for other, child in module._modules.items():
-                if isinstance(child, nn.Linear) and child.out_features == len(members):
-                    prefix = f"{name}." if name else ""
-                    experts = tuple(f"{prefix}{key}.{number}" for number in range(len(members)))
-                    found[f"{prefix}{other}"] = experts
+        prefix = f"{name}." if name else ""
+        for (key, members), (other, child) in permutations(module._modules.items(), 2):
+            if not isinstance(members, nn.ModuleList) or not isinstance(child, nn.Linear):
+                continue
+            are_alike = len(members) >= 2 and len({type(each) for each in members}) == 1
+            if are_alike and child.out_features == len(members):
+                experts = tuple(f"{prefix}{key}.{number}" for number in range(len(members)))
+                found[f"{prefix}{other}"] = experts
     return found
-
-
-def _are_alike(members: nn.ModuleList) -> bool:
-    kinds = {type(each) for each in members}
-    return len(members) >= 2 and len(kinds) == 1

@@ -1,4 +1,10 @@
-"""The last steps of a run, as arrays that a diagnosis can read at once."""
+"""The last steps of a run, as arrays that a diagnosis can read at once.
+
+`LiveDiagnosis` adds steps one by one, `trace_of` takes a whole history. The steps are those of
+`_records.History`; arrays are made from their tables when asked for and dropped at the next step,
+so a diagnosis must not write into them. The rms leaves out NaN and infinity, and `updates` is NaN
+where no optimizer stepped and 0 if one changed nothing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class RunTrace:
         length: How many steps to keep.
 
     Attributes:
-        series: What the rows of the steps' tables are about.
+        series: The layer and the kind of value of each row of the steps' tables.
         dtypes: Series -> the dtype that it was first seen with.
         first_loss: The first loss ever seen, also when its step is forgotten.
     """
@@ -54,6 +60,7 @@ class RunTrace:
         self.series: list[Series] = []
         self._rows: dict[str, list[int]] = {}  # what -> its rows in a table
         self._places: dict[str, dict[str, int]] = {}  # what -> layer -> place among these
+        self._tables: Floats | None = None
         self._stacks: dict[str, _Stored] = {}
         self._matrices: dict[tuple[str, str], Floats] = {}
         self._updated: tuple[tuple[str, ...], Floats, Floats, Floats] | None = None
@@ -72,6 +79,7 @@ class RunTrace:
             self._places.setdefault(what, {})[layer] = len(rows)
             rows.append(index)
         self._steps.append(step)
+        self._tables = None
         self._stacks.clear()
         self._matrices.clear()
         self._updated = None
@@ -91,7 +99,7 @@ class RunTrace:
 
     @property
     def loss(self) -> Floats:
-        """The loss at each step; nan where it was not seen or is not a number."""
+        """The loss at each step; nan if it was not seen or is not a number."""
         return np.array([step.loss for step in self._steps], np.float64)
 
     @property
@@ -101,11 +109,11 @@ class RunTrace:
         return seen & ~np.isfinite(self.loss)
 
     def scalar(self, name: str) -> Floats:
-        """Another number per step; nan where unknown."""
+        """Return a named number of each step; nan if it is not known."""
         return np.array([step.scalars.get(name, math.nan) for step in self._steps], np.float64)
 
     def variances(self) -> dict[str, Floats]:
-        """Batch norm -> its largest running variance after each step; nan where not seen."""
+        """Return, by batch norm, the largest running variance after each step; nan if not seen."""
         layers = dict.fromkeys(layer for step in self._steps for layer in step.variances)
         return {
             layer: np.array([step.variances.get(layer, math.nan) for step in self._steps])
@@ -119,7 +127,7 @@ class RunTrace:
         return list(self._places.get(what, ()))
 
     def matrix(self, what: str, field: str) -> Floats:
-        """(step, series) of one field: rms, abs_max, zero_share, nonfinite, total, count, ..."""
+        """Return one field as (step, series): rms, abs_max, zero_share, nonfinite, total, count."""
         if (what, field) not in self._matrices:
             with np.errstate(divide="ignore", invalid="ignore"):
                 self._matrices[what, field] = _FIELDS[field](self._stack(what))
@@ -128,16 +136,21 @@ class RunTrace:
     def _stack(self, what: str) -> _Stored:
         """Return each stored field of `what` as (step, series)."""
         if what not in self._stacks:
-            rows = np.array(self._rows.get(what, ()), np.intp)
-            stored = np.full((len(STORED), len(self), len(rows)), math.nan)
-            for place, step in enumerate(self._steps):
-                known = int(np.searchsorted(rows, len(step.table)))  # others were not seen yet
-                stored[:, place, :known] = step.table[rows[:known]].T
+            rows = self._rows.get(what, [])
+            stored = np.ascontiguousarray(self._read_tables()[:, rows].transpose(2, 0, 1))
             self._stacks[what] = dict(zip(STORED, stored, strict=True))
         return self._stacks[what]
 
+    def _read_tables(self) -> Floats:
+        """Return the tables of all steps as (step, series, field); nan for series not yet seen."""
+        if self._tables is None:
+            self._tables = np.full((len(self), len(self.series), len(STORED)), math.nan)
+            for place, step in enumerate(self._steps):
+                self._tables[place, : len(step.table)] = step.table
+        return self._tables
+
     def column(self, layer: str, what: str, field: str) -> Floats:
-        """Return one series over the steps; all nan where it was never seen."""
+        """Return one series over the steps; all nan if it was never seen."""
         place = self._places.get(what, {}).get(layer)
         if place is None:
             return np.full(len(self), math.nan)
@@ -184,7 +197,7 @@ class RunTrace:
         for row, step in enumerate(self._steps):
             where, (changed, before) = places[step.parameters], step.updates
             with np.errstate(divide="ignore", invalid="ignore"):
-                # Nothing changed in a weight that is 0 is no change, not an unknown one.
+                # No change of a weight that is 0 counts as 0, although 0 / 0 is NaN.
                 ratios[row, where] = np.where(changed == 0, 0.0, changed / before)
             # An optimizer that steps several times has a parameter several times: all its changes
             # count, and the weights before the first.

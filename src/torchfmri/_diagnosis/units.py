@@ -1,4 +1,11 @@
-"""Diagnoses of what flows: units that are off or flat, attention, experts."""
+"""Diagnoses of what flows through layers: units that are off or flat, attention, experts.
+
+`registry` calls each function; `_checkup` counts units, heads and routers. A Monitor only sees
+shares of zeros, so `dead_layer` speaks for it. Severities depend on whether the run learns: units
+that are sure of their classes become flat or silent without harm, as the healthy setups of the
+suite show. Texts and advice may be changed freely; conditions only with the suite of `benchmarks
+diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import how_many, percent, plural
 
 _LEAST_STEPS = 5
-_LEAST_VALUES = 1024
+_LEAST_VALUES = 1024  # zeros that are too many to be chance
 
 
 def excessive_dropout(seen: Observation) -> Iterator[Finding]:
@@ -65,7 +72,7 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
         for layer in each.named
     )
     severity: Severity = "alarm" if share >= cuts.DEAD_ALARM.value else "inform"
-    died = worst.first_silent != 0  # what chance switched off at the start is no loss
+    died = worst.first_silent != 0  # units that chance switched off at the start did not die
     if severity == "inform" and share >= cuts.DEAD_WARN.value and died and is_stuck(seen):
         severity = "warn"
     more = len({each.label for each in dead}) - 1
@@ -187,9 +194,8 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
 
 def constant_layer(seen: Observation) -> Iterator[Finding]:
     """Find a softmax or a norm over one number, which returns the same whatever it is given."""
-    last = "" if seen.loss is None else seen.loss.output_layer
     for each in seen.constants:
-        layer = each.layer or last
+        layer = each.layer or seen.loss.output_layer
         soft = each.function.endswith("softmax")
         value = {"softmax": "1", "log_softmax": "0"}.get(each.function, "the bias")
         where = " of the loss" if each.in_loss else f" of {layer!r}" if layer else ""
@@ -209,7 +215,7 @@ def constant_layer(seen: Observation) -> Iterator[Finding]:
 
 def representation_collapse(seen: Observation) -> Iterator[Finding]:
     """Find a last representation in which all samples are the same."""
-    if seen.steps is None or seen.loss is None or not seen.loss.output_layer:
+    if seen.steps is None or not seen.loss.output_layer:
         return
     spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
     if not spread < cuts.SPREAD.value or seen.constants:

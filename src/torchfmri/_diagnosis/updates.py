@@ -1,4 +1,10 @@
-"""Diagnoses of updates that go missing: cleared, clipped, decayed away, rounded off, never made."""
+"""Diagnoses of updates that go missing: cleared, clipped, decayed, rounded off, never made.
+
+`registry` calls each function. A check-up knows each step's flags (`StepFacts`); a Monitor infers
+clipping and clearing from biases, whose gradient is the sum of the gradients at their layer's
+output. Each fault has one finding: where another diagnosis reports it, a comment says which one.
+Texts and advice may be changed freely; conditions only with the suite of `benchmarks diagnosis`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.rates import low_groups
+from torchfmri._diagnosis.observation import Observation, layers_of
+from torchfmri._diagnosis.rates import FINER_WEIGHTS, SET_RATE, low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
     gradient_norms,
@@ -20,12 +26,12 @@ from torchfmri._diagnosis.signals import (
 from torchfmri._records import Finding, alarm
 from torchfmri._text import how_many, listed, percent
 
-_SUSTAINED = 3
+_SUSTAINED = 3  # steps with the same fault before it is reported
 _WINDOW = 5
 _LEAST_STEPS = 10
 _LIMITS = (0.1, 10.0)
-"""Between these is where gradients are clipped usually, by their norm."""
-_POWER = 1e-2
+"""The usual limits of clip_grad_norm_, from and to."""
+_POWER = 1e-2  # how far log2 of a norm may be from a whole number to be a power of two
 
 
 def updates_lost(seen: Observation) -> Iterator[Finding]:
@@ -48,26 +54,23 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
     ]
     if not still:
         return
-    layers = tuple(dict.fromkeys(each.layer for each in still))
     if not (seen.steps.learning_rate > 0).any():
         yield alarm(
             "learning_rate_zero",
             step=int(seen.trace.steps[0]),
             text=f"The learning rate was 0 in all of {len(seen.steps.learning_rate)} steps: "
             "nothing is trained.",
-            advice="Set lr; if a scheduler sets it, see that scheduler.step() is called and where "
-            "its warm-up begins.",
+            advice=SET_RATE,
         )
         return
     yield alarm(
         "updates_lost",
-        layers=layers,
+        layers=layers_of(still),
         step=int(seen.trace.steps[0]),
         text=f"{how_many(len(still), len(judged), 'matrices')} did not change in "
         f"{int(seen.steps.stepped.sum())} steps although they have gradients: the updates are "
         "smaller than the last digit of the weights.",
-        advice="Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise "
-        "the learning rate.",
+        advice=FINER_WEIGHTS,
         evidence={"moved_share": max(seen.weights[each.name].moved for each in still)},
     )
 
@@ -93,7 +96,7 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
 
 
 def _size_left(seen: Observation, name: str) -> float:
-    """Return the size of a parameter at the end / at the start; nan where it is not known."""
+    """Return the size of a parameter at the end / at the start; nan if it is not known."""
     if name in seen.weights:
         weight = seen.weights[name]
         return weight.last_rms / weight.rms if weight.rms > 0 else math.nan
@@ -116,43 +119,35 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
     found = gradient_norms(seen)
     left = median(found[known])
     norm = f" (their norm is {median(found[known] / factors[known]):.3g})" if left > 0 else ""
+    share, evidence = float(clipped.mean()), {"clip_factor": factor, "norm_left": left}
     if _is_clipped_scaled(seen, left):
-        yield _clipped_scaled(first, factor, left, float(clipped.mean()))
-        return
-    if left < cuts.CLIPPED_NORM.value:
-        cause, advice = _why_so_little(seen, left)
-        yield alarm(
-            "clipping_too_strong",
-            step=first,
-            text=f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
-            f"{factor:.2g} on {percent(clipped.mean())} of the steps, which leaves a norm of "
-            f"{left:.2g}: {cause}.",
-            advice=advice,
-            evidence={"clip_factor": factor, "norm_left": left},
+        problem = "clipped_before_unscaling"
+        text = (
+            "The gradients are clipped while they are still multiplied by the scale of the "
+            f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
+            f"{percent(share)} of the steps."
         )
-        return
-    yield alarm(
-        "clipping_hides_explosion",
-        step=first,
-        text=f"Clipping multiplies the gradients{norm} by {factor:.2g} on "
-        f"{percent(clipped.mean())} of the steps: they explode, and what is left of them is mostly "
-        "a direction.",
-        advice="Find what makes them so large (the size of the loss, of the inputs, of the "
-        "initialisation) before you clip; a healthy run is clipped now and then.",
-        evidence={"clip_factor": factor, "share_of_steps": float(clipped.mean())},
-    )
-
-
-def _clipped_scaled(step: int, factor: float, left: float, share: float) -> Finding:
-    return alarm(
-        "clipped_before_unscaling",
-        step=step,
-        text=f"The gradients are clipped while they are still multiplied by the scale of the "
-        f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
-        f"{percent(share)} of the steps.",
-        advice="Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_.",
-        evidence={"clip_factor": factor, "norm_left": left},
-    )
+        advice = "Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_."
+    elif left < cuts.CLIPPED_NORM.value:
+        problem = "clipping_too_strong"
+        cause, advice = _why_so_little(seen, left)
+        text = (
+            f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
+            f"{factor:.2g} on {percent(share)} of the steps, which leaves a norm of {left:.2g}: "
+            f"{cause}."
+        )
+    else:
+        problem = "clipping_hides_explosion"
+        evidence = {"clip_factor": factor, "share_of_steps": share}
+        text = (
+            f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(share)} of the "
+            "steps: they explode, and what is left of them is mostly a direction."
+        )
+        advice = (
+            "Find what makes them so large (the size of the loss, of the inputs, of the "
+            "initialisation) before you clip; a healthy run is clipped now and then."
+        )
+    yield alarm(problem, step=first, text=text, advice=advice, evidence=evidence)
 
 
 def _why_so_little(seen: Observation, left: float) -> tuple[str, str]:
@@ -288,7 +283,7 @@ def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
 def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding]:
     """Find one of several optimizers that nobody calls."""
     facts = seen.structure.parameters
-    layers = tuple(dict.fromkeys(facts[name].layer for name in idle if name in facts))
+    layers = layers_of(facts[name] for name in idle if name in facts)
     if not layers:
         return
     yield alarm(

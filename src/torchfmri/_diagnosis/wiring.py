@@ -1,4 +1,8 @@
-"""Diagnoses of how things are connected: optimizer, freezing, sharing, symmetry."""
+"""Diagnoses of how things are connected: optimizer, freezing, sharing, symmetry.
+
+`registry` calls each function. Freezing is often a plan: adapters, a frozen body, frozen first
+layers and the same part of every block give no finding or a remark. Texts may be changed freely.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order, stale_steps
 from torchfmri._diagnosis.structure import ParameterFacts
 from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import how_many, listed, percent
 
 _ADAPTERS = 0.5
-"""Above this share of frozen (or left out) parameters the rest is what is trained on purpose."""
+"""If more than this share of the parameters is frozen, the rest is trained on purpose."""
 
 
 def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
@@ -29,7 +33,7 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
     if not missing or not seen.structure.groups:
         return
     share = sum(each.elements for each in missing) / sum(each.elements for each in everything)
-    layers = tuple(dict.fromkeys(each.layer for each in missing))
+    layers = layers_of(missing)
     strangers = seen.structure.strangers
     yield finding_of(
         "missing_from_optimizer",
@@ -56,7 +60,17 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
     matrices = [each for each in everything if each.is_matrix]
     frozen = [each for each in matrices if not each.trainable]
     if all_frozen(seen) and seen.reach is not None and not seen.reach.loss_has_graph:
-        yield _everything_frozen(everything)
+        layers = layers_of(everything)
+        yield alarm(
+            "frozen_layer",
+            layers=layers,
+            step=None,
+            text=f"All {len(everything)} parameters are frozen (requires_grad=False), those of "
+            f"{layers[-1]!r} too: there is nothing to train.",
+            advice="Set requires_grad=True for what you want to train; a new head is put in after "
+            "the rest is frozen, not before.",
+            evidence={"frozen": len(everything)},
+        )
     if not frozen or len(frozen) == len(matrices):
         return
     total = sum(each.elements for each in everything)
@@ -64,21 +78,16 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
         return  # adapters, or a head on a frozen body
     if _is_pattern(matrices, frozen):
         return
-    trained = [index for index, each in enumerate(matrices) if each.trainable]
-    called = None if seen.reach is None else set(seen.reach.called)
-    judged = [
-        (index, each)
-        for index, each in enumerate(matrices)
-        if not each.trainable and (called is None or each.layer in called)
-    ]
+    called = None if seen.reach is None else seen.reach.called
+    judged = [each for each in frozen if called is None or each.layer in called]
     if not judged:
         return
-    first_ones = all(index < trained[0] for index, _ in judged)
-    layers = tuple(dict.fromkeys(each.layer for _, each in judged))
+    first_trained = next(index for index, each in enumerate(matrices) if each.trainable)
+    first_ones = all(each in matrices[:first_trained] for each in judged)
+    layers = layers_of(judged)
     yield finding_of(
-        # The first layers may well be frozen on purpose.
         "frozen_layer",
-        severity="inform" if first_ones else "warn",
+        severity="inform" if first_ones else "warn",  # the first layers are often frozen
         layers=layers,
         step=None,
         text=f"{listed(layers)} {'is' if len(layers) == 1 else 'are'} frozen (requires_grad=False) "
@@ -86,21 +95,6 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
         advice="Set requires_grad=True if that was not the plan; freezing on purpose usually "
         "concerns the first layers, or all but adapters.",
         evidence={"frozen": len(judged), "matrices": len(matrices)},
-    )
-
-
-def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
-    """No parameter that asks for a gradient: the loss has no graph, and cannot have one."""
-    layers = tuple(dict.fromkeys(each.layer for each in parameters))
-    return alarm(
-        "frozen_layer",
-        layers=layers,
-        step=None,
-        text=f"All {len(parameters)} parameters are frozen (requires_grad=False), those of "
-        f"{layers[-1]!r} too: there is nothing to train.",
-        advice="Set requires_grad=True for what you want to train; a new head is put in after the "
-        "rest is frozen, not before.",
-        evidence={"frozen": len(parameters)},
     )
 
 
@@ -164,7 +158,7 @@ def symmetric_init(seen: Observation) -> Iterator[Finding]:
     ]
     if not equal:
         return
-    layers = tuple(dict.fromkeys(each.layer for each in equal))
+    layers = layers_of(equal)
     zero = all(seen.weights[each.name].last_rms == 0 for each in equal)
     yield alarm(
         "symmetric_init",
@@ -198,7 +192,7 @@ def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
 
 def samples_mixed(seen: Observation) -> Iterator[Finding]:
     """Find a model whose answer about one sample depends on the others, also in evaluation mode."""
-    if seen.data is None or not seen.data.mixed > cuts.MIXED.value or seen.softmaxes:
+    if not seen.data.mixed > cuts.MIXED.value or seen.softmaxes:
         return
     recurrent = [
         layer
@@ -219,10 +213,9 @@ def samples_mixed(seen: Observation) -> Iterator[Finding]:
 
 def untied_weights(seen: Observation) -> Iterator[Finding]:
     """Find an embedding and an output layer that began as copies and are two parameters."""
-    pairs = seen.copied_tables
-    if not pairs:
+    if not seen.copied_tables:
         return
-    embedding, head = pairs[0]
+    embedding, head = seen.copied_tables[0]
     yield warn(
         "untied_weights",
         layers=(embedding, head),

@@ -1,4 +1,12 @@
-"""Edits attached to a model for the time of a block."""
+"""Edits attached to a model for the time of a block.
+
+`edited` is public; `_inspect` uses `bind_edits` and `attached`, `_lesion` uses `attached`. Two
+orders must be kept. The hooks of an edit come before all others, so whoever watches a layer sees
+the edited value. The hook that counts tokens is put on last with `prepend`, so it runs first: an
+edit of the model's own input needs to know the tokens. Two edits of the same value are refused,
+because their order would decide; `_refuse_nested` finds those of an outer block through the hook's
+`_act`, so that name is part of the protocol with `ReplacingHook`. Words of errors are free.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +56,7 @@ def edited(model: nn.Module, edits: Mapping[str, Spec]) -> Iterator[dict[str, in
 
     Raises:
         LayerNotFoundError: A place matches no layer.
-        InspectionError: A place or an edit cannot be had, two edits meet, an edit does not fit the
+        InspectionError: A place or an edit is refused, two edits meet, an edit does not fit the
             value that it finds; or, at the end of the block, an edit never acted.
     """
     check_module("model", model)
@@ -63,11 +71,11 @@ def edited(model: nn.Module, edits: Mapping[str, Spec]) -> Iterator[dict[str, in
 
 
 def bind_edits(model: nn.Module, edits: Mapping[str, Spec]) -> tuple[list[BoundEdit], EditPasses]:
-    """The edits with their places in a model, checked.
+    """Return the edits with their places in a model, checked, and the passes they listen to.
 
     Raises:
         LayerNotFoundError: A place matches no layer.
-        InspectionError: A place or an edit cannot be had, or two edits meet.
+        InspectionError: A place or an edit is refused, or two edits meet.
     """
     meaning = "give {place: edit}, such as {'L9H6': 'zero'}"
     is_mapping = isinstance(edits, Mapping) and bool(edits)
@@ -85,10 +93,10 @@ def bind_edits(model: nn.Module, edits: Mapping[str, Spec]) -> tuple[list[BoundE
 
 
 def refuse_meeting(bound: Sequence[BoundEdit]) -> None:
-    """Raise where two edits may change the same value: their order would decide.
+    """Raise if two edits may change the same value: their order would decide.
 
     Raises:
-        InspectionError: Naming both.
+        InspectionError: Two edits may change the same value; both are named.
     """
     groups: dict[tuple[str, str], list[BoundEdit]] = {}
     for each in bound:
@@ -108,7 +116,7 @@ def refuse_meeting(bound: Sequence[BoundEdit]) -> None:
 def attached(
     model: nn.Module, bound: Sequence[BoundEdit], passes: EditPasses, counts: dict[str, int]
 ) -> Iterator[None]:
-    """Hooks on while the block runs, one for each layer and side; compiled code runs eagerly."""
+    """Keep one hook per layer and side on while the block runs; compiled code runs eagerly."""
     layers = named_layers(model)
     groups: dict[tuple[str, str], list[BoundEdit]] = {}
     for each in bound:
@@ -120,7 +128,8 @@ def attached(
             module = layers[layer]
             if isinstance(module, torch.jit.ScriptModule):
                 raise InspectionError(
-                    f"Layer {layer!r} is a ScriptModule, which takes no hooks: it cannot be edited."
+                    f"Layer {layer!r} is a ScriptModule, which takes no hooks: it cannot be "
+                    "edited. Edit the layer around it."
                 )
             _refuse_nested(module, what, edits)
             act = _EditedCall(edits, counts)
@@ -149,42 +158,42 @@ class _EditedCall:
         if found is None:
             raise InspectionError(
                 f"Layer {self.edits[0].place.layer!r} ({type(module).__name__}) {verb} no "
-                "floating-point tensor first, so that there is nothing to edit."
+                "floating-point tensor first, so there is nothing to edit. Name a layer inside it "
+                "or around it."
             )
         return found
 
     def _change(self, value: Tensor) -> Tensor:
         changed: Tensor | None = None
         for edit in self.edits:
-            before = edit.acted
+            before, name = edit.acted, edit.place.name
             changed = edit.change(value, changed)
-            self._counts[edit.place.name] = self._counts.get(edit.place.name, 0) + (
-                edit.acted - before
-            )
+            self._counts[name] = self._counts.get(name, 0) + edit.acted - before
         return value if changed is None else changed
 
 
 def require_acted(bound: Sequence[BoundEdit]) -> None:
-    """Raise where an edit never changed anything.
+    """Raise if an edit never changed anything.
 
     Raises:
-        InspectionError: Naming the first, and why.
+        InspectionError: An edit never acted; the first is named, with the reason.
     """
     for each in bound:
         if each.acted:
             continue
+        reason = "was never called as a module in the block"
         if each.called:
             reason = (
-                f"layer {each.place.layer!r} was called {each.called} times, and none of the calls "
-                f"had a token that {each.edit!r} selects"
+                f"was called {each.called} times, and none of the calls had a token that "
+                f"{each.edit!r} selects"
             )
-        else:
-            reason = f"layer {each.place.layer!r} was never called as a module in the block"
-        raise InspectionError(f"The edit of {each.place.name!r} never acted: {reason}.")
+        raise InspectionError(
+            f"The edit of {each.place.name!r} never acted: layer {each.place.layer!r} {reason}."
+        )
 
 
 def _refuse_nested(module: nn.Module, what: str, edits: Sequence[BoundEdit]) -> None:
-    """Raise where an edit of an outer block meets one of these."""
+    """Raise if an edit of an outer block meets one of these."""
     hooks = module._forward_pre_hooks if what == "inputs" else module._forward_hooks
     for hook in hooks.values():
         owner = getattr(getattr(hook, "_act", None), "__self__", None)
@@ -193,7 +202,7 @@ def _refuse_nested(module: nn.Module, what: str, edits: Sequence[BoundEdit]) -> 
 
 
 def _values_for(place: Place, edit: Edit) -> Any:
-    """The donor of an edit as a tensor: that of the place, where it is an inspection."""
+    """Return the donor of an edit as a tensor; of an inspection, the place's own."""
     values = edit.values
     if isinstance(values, Mapping):
         if place.layer not in values:
@@ -205,19 +214,21 @@ def _values_for(place: Place, edit: Edit) -> Any:
         values = found if isinstance(found, Tensor) else found.tensors(place.what)
         if not isinstance(values, Tensor):
             raise InspectionError(
-                f"The donor has {len(values)} calls of layer {place.layer!r}, and it is not said "
-                "which one is meant. Give the tensor itself."
+                f"The donor has {len(values)} calls of layer {place.layer!r}, and one is needed. "
+                "Give the tensor of the call that you mean."
             )
     if isinstance(values, Tensor):
         values = _without_heads(place, values)
     if edit.kind == "mean":
         wide = values.detach().to(torch.float64 if values.device.type != "mps" else torch.float32)
-        return wide.reshape(-1, wide.shape[-1]).mean(0).to(values.dtype)
+        mean = wide.reshape(-1, wide.shape[-1]).mean(0)
+        # The mean of whole numbers is seldom one; `bound` converts it to the dtype of the layer.
+        return mean.to(values.dtype) if values.is_floating_point() else mean
     return values
 
 
 def _without_heads(place: Place, values: Tensor) -> Tensor:
-    """(..., head, d), as TransformerLens keeps what heads compute, as the layer has it (..., w)."""
+    """Return values (..., head, d), the shape of TransformerLens, as the layer's (..., w)."""
     heads = place.heads or ()
     sizes = {sum(last - first for first, last in each) for each in heads}
     if values.ndim < 2 or len(sizes) != 1 or values.shape[-2:] != (len(heads), *sizes):
@@ -227,7 +238,7 @@ def _without_heads(place: Place, values: Tensor) -> Tensor:
 
 
 def _voxel_size(model: nn.Module, layer: str, module: nn.Module) -> int:
-    """How many units a voxel of the layer has, as in a scan."""
+    """Return how many units a voxel of the layer has, as in a scan."""
     head = head_size(getattr(unwrap(model), "config", None))
     own = [
         describe(f"{layer}.{key}", module, parameter, head)

@@ -1,4 +1,13 @@
-"""An edit bound to a place of one model: it turns the value found there into the edited one."""
+"""An edit bound to a place of one model: it turns the value found there into the edited one.
+
+`attached` and `_lesion` make a `BoundEdit` of each edit and place, and call `change` for each
+value. `change` never writes to the value of the model: it returns a new tensor or writes into a
+copy, so gradients flow and a checkpoint can run again. If `into` is given, it is a copy that
+earlier edits of the same value made; `change` then writes there and reads the value itself. Random
+draws depend on seed, row and position alone, so a repeated pass and a cached token draw the same. A
+donor that does not fit is refused with both shapes; it is never broadcast silently over tokens.
+Words of errors are free.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +28,10 @@ class BoundEdit:
     """One edit of one place.
 
     Args:
-        place: Where.
-        edit: What; its donor is a tensor here.
+        place: The place in the model.
+        edit: The edit, with a tensor as its donor.
         module: The layer's module.
-        passes: What the model is fed.
+        passes: Knows what the model is fed.
         voxel: How many units a voxel of the layer has.
 
     Attributes:
@@ -40,9 +49,9 @@ class BoundEdit:
         _refuse_impossible(place, edit)
 
     def change(self, value: Tensor, into: Tensor | None) -> Tensor | None:
-        """The value with this edit, written into a copy of it where there is one already.
+        """Return the value with this edit, written into the copy `into` if there is one.
 
-        Returns `into` where no selected token is in this pass.
+        Returns `into` as it is if no selected token is in this pass.
         """
         self.called += 1
         if not value.is_floating_point():
@@ -88,7 +97,7 @@ class BoundEdit:
         return value.ndim - 1 if axis is None else axis % value.ndim
 
     def _layout(self, rows: Tensor) -> tuple[int, int | None, int]:
-        """Rows, tokens (None where they do not matter) and the first position."""
+        """Return rows, tokens (None if they do not matter) and the first position."""
         edit = self.edit
         donor = edit.kind in ("replace", "add") and getattr(edit.values, "ndim", 0) >= 3
         if edit.tokens is None and not donor and edit.kind != "resample":
@@ -114,13 +123,14 @@ class BoundEdit:
             rows=row_index,
             tokens=index_of([each - before for each in positions], s, device),
             positions=torch.tensor(positions, device=device),
+            sources=self._sources(positions, before + s),
             units=units,
         )
 
     def _masked(
         self, mask: Tensor, rows: list[int], b: int, s: int, before: int, units: Any
     ) -> EditPart | None:
-        """The part that a mask over rows and positions selects."""
+        """Return the part that a mask over rows and positions selects; None if that is nothing."""
         if mask.shape[0] not in (1, b):
             raise InspectionError(
                 f"The edit of {self.place.name!r}: tokens has {mask.shape[0]} rows, and the batch "
@@ -149,7 +159,7 @@ class BoundEdit:
         return self._fixed_units()
 
     def _fixed_units(self) -> list[int] | None:
-        """The units that are known without the value; None for all, or where it is needed."""
+        """Return the units that are known without the value; None for all, or if it is needed."""
         edit, place = self.edit, self.place
         if edit.heads is not None and place.heads is not None:
             heads = numbers_of(edit.heads, len(place.heads), f"head of {place.name!r}")
@@ -180,7 +190,7 @@ class BoundEdit:
         return values.expand(old.shape)
 
     def _by_head(self, old: Tensor) -> Tensor:
-        """The part as (..., head, d) where whole heads of a place are meant, as TransformerLens."""
+        """Return the part as (..., head, d) if whole heads are meant, as in TransformerLens."""
         edit, place = self.edit, self.place
         by_units = edit.units is not None or edit.voxels is not None
         if place.heads is None or place.head is not None or by_units:
@@ -189,9 +199,8 @@ class BoundEdit:
         return old.unflatten(-1, (count, -1))  # type: ignore[no-untyped-call, no-any-return]
 
     def _checked(self, new: Any, old: Tensor) -> Tensor:
-        """What a function of the user's returned, where it can take the place of the value."""
-        fits = isinstance(new, Tensor) and new.shape == old.shape
-        if not fits:
+        """Return what the user's function returned, if it can take the place of the value."""
+        if not isinstance(new, Tensor) or new.shape != old.shape:
             found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
             raise InspectionError(
                 f"The function that edits {self.place.name!r} returned {found}, and the value has "
@@ -202,11 +211,10 @@ class BoundEdit:
                 f"The function that edits {self.place.name!r} returned NaN or infinite values for "
                 "finite ones. Everything after it would be too."
             )
-        assert isinstance(new, Tensor)
         return new.to(old.dtype)
 
     def _fitting(self, values: Tensor, old: Tensor, rows: Tensor, part: EditPart) -> Tensor:
-        """A donor or direction, cut to the part."""
+        """Return a donor or direction, cut to the part."""
         if values.requires_grad and not self._passes.with_grad:
             raise InspectionError(
                 f"The values of the edit of {self.place.name!r} require grad, and grad mode is off "
@@ -229,7 +237,7 @@ class BoundEdit:
         )
 
     def _same_part(self, values: Tensor, rows: Tensor, part: EditPart) -> Tensor | None:
-        """The part of a whole value of another run; None where it has other rows or tokens."""
+        """Return the part of another run's whole value; None if it has other rows or tokens."""
         if values.shape[0] not in (1, rows.shape[0]):
             return None
         if part.mask is not None:
@@ -238,8 +246,8 @@ class BoundEdit:
             return None if whole is None else part.read(whole)
         chosen = values
         if part.positions is not None:
-            at = part.positions if self.edit.source is None else self._sources(part.positions)
-            if int(at.max()) >= values.shape[1]:
+            at = part.positions if part.sources is None else part.sources
+            if int(at.max()) >= values.shape[1] or int(at.min()) < -values.shape[1]:
                 return None
             chosen = values[:, at.to(values.device)]
         elif values.shape[1:] != rows.shape[1:]:
@@ -248,13 +256,17 @@ class BoundEdit:
             chosen = chosen[part.rows]
         return chosen if part.units is None else chosen[..., part.units]
 
-    def _sources(self, positions: Tensor) -> Tensor:
-        assert isinstance(self.edit.tokens, (list, tuple, range))
-        table = dict(zip(self.edit.tokens, self.edit.source or (), strict=True))
-        return torch.tensor([table[int(each)] for each in positions], device="cpu")
+    def _sources(self, positions: list[int], total: int) -> Tensor | None:
+        """Return the positions in the donor for those in the sequence, of `total` fed so far."""
+        tokens, source = self.edit.tokens, self.edit.source
+        if source is None or not isinstance(tokens, (list, tuple, range)):
+            return None
+        absolute = [each + total if each < 0 else each for each in tokens]
+        table = dict(zip(absolute, source, strict=True))
+        return torch.tensor([table[each] for each in positions], device="cpu")
 
     def _drawn(self, old: Tensor, rows: Tensor, part: EditPart) -> Tensor:
-        """Values of tokens drawn at random; a row and position draws the same each time."""
+        """Return values of tokens drawn at random; a row and position draws the same each time."""
         pool: Tensor = self.edit.values.to(device=old.device, dtype=old.dtype)
         if pool.shape[-1] not in (old.shape[-1], rows.shape[-1]):
             raise InspectionError(
@@ -269,19 +281,19 @@ class BoundEdit:
             draw = torch.Generator().manual_seed(self.edit.seed)
             index = torch.randint(len(pool), old.shape[:-1], generator=draw, device="cpu")
         else:
-            columns = []
-            for position in part.positions.tolist():
-                draw = torch.Generator().manual_seed(self.edit.seed * 1_000_003 + position)
-                columns.append(
-                    torch.randint(len(pool), old.shape[:1], generator=draw, device="cpu")
-                )
+            seeds = [self.edit.seed * 1_000_003 + each for each in part.positions.tolist()]
+            draws = [torch.Generator().manual_seed(each) for each in seeds]
+            columns = [
+                torch.randint(len(pool), old.shape[:1], generator=draw, device="cpu")
+                for draw in draws
+            ]
             index = torch.stack(columns, 1).reshape(*old.shape[:2], *[1] * (old.ndim - 3))
             index = index.expand(old.shape[:-1])
         return pool[index.to(pool.device)]
 
 
 def _listed(value: Any) -> set[int]:
-    """The numbers that a selection lists; none for all, or where they are not known yet."""
+    """Return the numbers that a selection lists; none for all, or if they are not known yet."""
     if isinstance(value, int):
         return {value}
     return set(value) if isinstance(value, (list, tuple, range)) else set()
@@ -295,6 +307,12 @@ def _are_lists(one: Any, two: Any) -> bool:
 def _refuse_impossible(place: Place, edit: Edit) -> None:
     if place.read_only:
         raise InspectionError(f"{place.name!r} cannot be edited: {place.read_only}.")
+    if edit.source is not None and edit.tokens is None:
+        raise InspectionError(
+            f"The edit of {place.name!r} names positions in the donor, source={edit.source!r}, and "
+            "no tokens that they stand for. Give one token for each: "
+            "Edit.replace(donor, source=...).at(tokens=[...])."
+        )
     if edit.heads is not None and place.heads is None:
         block = "3" if place.block is None else str(place.block)
         raise InspectionError(

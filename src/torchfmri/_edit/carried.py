@@ -1,4 +1,11 @@
-"""The tensor that a place means in what a module takes or returns, and how it is replaced there."""
+"""The tensor that a place means in what a module takes or returns, and how it is replaced there.
+
+`attached` and `_lesion` use both functions: `_lesion` also to read a value, with a `change` that
+returns its argument. An output is the tensor itself, element 0 of a tuple, or the first tensor of
+more than one dimension in a mapping (a loss may stand before the logits). Edits and lesions must
+find the same tensor, so both go through here. What holds the tensor is copied and keeps its class,
+because the model reads it afterwards. A new kind of container is a new branch.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
+# From the tensor at a place to the one that takes its place.
 Change = Callable[[Tensor], Tensor]
 
 
 def change_output(output: Any, change: Change) -> Any:
-    """The output with its tensor changed: itself, element 0, or the first of a mapping.
+    """Return the output with its tensor changed: itself, element 0, or the first of a mapping.
 
-    What holds it is copied, never written to. Returns None where there is no such tensor.
+    What holds it is copied, never written to. Returns None if there is no such tensor.
     """
     if isinstance(output, Tensor):
         return change(output)
@@ -38,7 +46,7 @@ def change_output(output: Any, change: Change) -> Any:
 def change_arguments(
     arguments: tuple[Any, ...], keywords: dict[str, Any], change: Change
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a call with the first tensor changed; None where there is none."""
+    """Return the arguments of a call with the first tensor changed; None if there is none."""
     for index, value in enumerate(arguments):
         if _is_value(value):
             return (*arguments[:index], change(value), *arguments[index + 1 :]), keywords

@@ -1,9 +1,17 @@
-"""An edit: what to do to a place in a model, and to which part of it."""
+"""An edit: what to do to a place in a model, and to which part of it.
+
+`Edit` is public and frozen; `at` returns a narrower copy. `attached` reads an edit with `edit_of`,
+`bound` carries it out, and `_inspect` and `_lesion` make edits too. A new kind of edit is a
+constructor here and a branch of `BoundEdit._new`; the names in `kind` are read there and in
+`attached`. Whatever can be checked without the model is checked when an edit is made, so that an
+error names the user's line and not a hook. Lists are copied for the same reason that the class is
+frozen: a list that the user changes later must not change the edit. Words of errors are free.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -28,8 +36,8 @@ class Edit:
     Attributes:
         kind: "zero", "scale", "add", "replace", "mean", "resample" or "function".
         values: The direction, the donor, or the function.
-        factor: Of "scale" and "add".
-        seed: Of "resample".
+        factor: The factor of "scale" and "add".
+        seed: The seed of "resample".
         heads: The heads; None for all.
         units: The units; None for all.
         voxels: The voxels; None for all.
@@ -90,9 +98,15 @@ class Edit:
                 all); an `Inspection` that kept tensors; or (w,), one value for each unit.
             source: With `at(tokens=...)`: the positions in the donor, one for each token.
         """
+        is_donor = isinstance(donor, (Tensor, Mapping))
+        require(is_donor, "donor", donor, "give a tensor, or an Inspection that kept tensors")
         if isinstance(donor, Tensor):
             _finite("donor", donor)
-        return Edit(kind="replace", values=donor, source=source)
+        if source is not None:
+            several = is_selection(source) and isinstance(source, (list, tuple, range))
+            require(several, "source", source, "give a list of positions in the donor")
+            _check_source(source, donor)
+        return Edit(kind="replace", values=donor, source=_copied(source))
 
     @staticmethod
     def mean(values: Any) -> Edit:
@@ -112,22 +126,23 @@ class Edit:
 
         Args:
             values: Values of the layer over many tokens, (..., w), or an `Inspection` with them.
-            seed: Of the draw.
+            seed: The seed of the draw.
         """
         check_number("seed", seed, 0, "give a number from 0 upwards")
         return Edit(kind="resample", values=_donor("values", values), seed=seed)
 
     @staticmethod
     def function(act: Callable[[Tensor], Tensor]) -> Edit:
-        """Put there what a function makes of the value.
+        """Replace the value by what a function returns for it.
 
         Args:
-            act: Is given the selected part, (rows, tokens, ..., units), and returns as many values.
-                Of `blocks.9.attn.hook_z`, `hook_q`, `hook_k` and `hook_v` it is given (rows,
-                tokens, head, d), as in TransformerLens; of one head, `L9H6`, (rows, tokens, d).
-                Under checkpointing it is called again and has to return the same.
+            act: Is given the selected part, (rows, tokens, ..., units), and returns a tensor of the
+                same shape. Of `blocks.9.attn.hook_z`, `hook_q`, `hook_k` and `hook_v` it is given
+                (rows, tokens, head, d), as in TransformerLens; of one head, `L9H6`, (rows, tokens,
+                d). Under checkpointing it is called again and has to return the same.
         """
-        require(callable(act), "act", act, "give a function of a tensor")
+        is_function = callable(act) and not isinstance(act, type)
+        require(is_function, "act", act, "give a function of a tensor")
         return Edit(kind="function", values=act)
 
     @staticmethod
@@ -144,14 +159,22 @@ class Edit:
         encode, decode = (getattr(dictionary, name, None) for name in ("encode", "decode"))
         meaning = "give an object with encode(values) and decode(features)"
         require(callable(encode) and callable(decode), "dictionary", dictionary, meaning)
-        require(is_selection(list(features)), "features", features, "give numbers of features")
+        # Taken out of the argument once: it may be a generator, or a list that is changed later.
+        chosen = list(features) if isinstance(features, Iterable) else []
+        require(is_selection(chosen), "features", features, "give a list of numbers of features")
         assert callable(encode)
         assert callable(decode)
 
         def act(value: Tensor) -> Tensor:
             found: Tensor = encode(value)
+            count = found.shape[-1]
+            for each in chosen:
+                if not -count <= each < count:
+                    raise InspectionError(
+                        f"There is no feature {each}: the dictionary has {count}, 0 to {count - 1}."
+                    )
             left = found.clone()
-            left[..., list(features)] = 0
+            left[..., chosen] = 0
             new: Tensor = value + decode(left) - decode(found)
             return new
 
@@ -166,7 +189,9 @@ class Edit:
         voxels: Numbers = None,
         rows: Numbers = None,
     ) -> Edit:
-        """This edit on a part of the place only; called again, it narrows the part further.
+        """Return this edit on a part of the place only.
+
+        Called again with other arguments, it narrows further; an argument is given once.
 
         Args:
             tokens: Positions in the sequence, from 0. While generating with a cache they count on
@@ -183,8 +208,8 @@ class Edit:
         for name, value in {"tokens": tokens, **given}.items():
             if value is not None and getattr(self, name) is not None:
                 raise InspectionError(
-                    f"{name} were chosen already: {getattr(self, name)!r}, now {value!r}. Give "
-                    f"those that both mean in one .at({name}=...)."
+                    f"{name} were chosen already: {getattr(self, name)!r}, now {value!r}. "
+                    f"Combine the two selections in one .at({name}=...)."
                 )
         is_mask = isinstance(tokens, Tensor) and tokens.dtype == torch.bool and tokens.ndim == 2
         require(is_mask or is_selection(tokens), "tokens", tokens, f"{_WHERE}, or a bool (b, s)")
@@ -198,12 +223,13 @@ class Edit:
                 f"{' and '.join(chosen)} both select units. Give one of them: two edits, one for "
                 "each, can stand in the same block."
             )
-        if self.source is not None and (tokens is not None or self.tokens is None):
-            several = isinstance(tokens, (list, tuple, range)) and len(tokens) == len(self.source)
-            meaning = f"source names {len(self.source)} positions; give as many tokens, in a list"
-            require(several, "tokens", tokens, meaning)
-        kept = {name: value for name, value in given.items() if value is not None}
-        return replace(self, tokens=self.tokens if tokens is None else tokens, **kept)
+        if self.source is not None and tokens is not None:
+            count = len(self.source)
+            several = list(tokens) if isinstance(tokens, (list, tuple, range)) else []
+            meaning = f"source names {count} positions; give as many different tokens, in a list"
+            require(len(several) == len({*several}) == count, "tokens", tokens, meaning)
+        kept = {name: _copied(value) for name, value in given.items() if value is not None}
+        return replace(self, tokens=self.tokens if tokens is None else _copied(tokens), **kept)
 
     def __repr__(self) -> str:
         where = [
@@ -215,10 +241,10 @@ class Edit:
 
 
 def edit_of(spec: Any, name: str) -> Edit:
-    """The edit that a user's value for a place means.
+    """Return the edit that a user's value for a place means.
 
     Raises:
-        InspectionError: It is none.
+        InspectionError: The value is not an edit.
     """
     if isinstance(spec, Edit):
         return spec
@@ -246,9 +272,28 @@ def _check_factor(factor: Any) -> None:
     require(math.isfinite(factor), "factor", factor, "give a finite number")
 
 
+def _check_source(source: Sequence[int], donor: Any) -> None:
+    """Raise if a donor that is a tensor does not have the positions that `source` names."""
+    if not isinstance(donor, Tensor):
+        return  # an Inspection: which of its tensors is meant is known when the edit is bound
+    meaning = "source names positions of the donor, so the donor has to be (b, s, ...)"
+    require(donor.ndim >= 3, "donor", tuple(donor.shape), meaning)
+    count = donor.shape[1]
+    there = all(-count <= each < count for each in source)
+    require(there, "source", source, f"the donor has {count} positions, 0 to {count - 1}")
+
+
+def _copied(value: Any) -> Any:
+    """Return a selection that does not change if the user's list or mask does."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
 def _finite(name: str, value: Any) -> Tensor:
     check_tensor(name, value, "of finite values")
     tensor: Tensor = value
+    require(not tensor.is_complex(), name, tensor, "give real values")
     wrong = int((~torch.isfinite(tensor.detach())).sum()) if tensor.is_floating_point() else 0
     if wrong:
         raise InspectionError(

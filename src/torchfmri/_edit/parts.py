@@ -1,4 +1,11 @@
-"""The part of a tensor that an edit is about: read as a copy, written into a copy."""
+"""The part of a tensor that an edit is about: read as a copy, written into a copy.
+
+`bound` works out an `EditPart` for each call, and is the only file that uses this one. The trap:
+numbered rows and numbered units in one index are paired by PyTorch, not crossed, so they are
+written in two steps. Neighbouring numbers become a slice, which is faster; that may be changed
+freely. The order of a selection must be kept, because a donor's values are given in that order.
+`tokens`, `positions` and `sources` are parallel lists.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,8 @@ class EditPart:
     Attributes:
         rows: None for all.
         tokens: Their places in this pass; None for all.
-        positions: Their positions in the whole sequence, (t,); None where there are no tokens.
+        positions: Their positions in the whole sequence, (t,); None if there are no tokens.
+        sources: Their positions in the donor, (t,); None if they are the same.
         mask: (b, s), instead of rows and tokens.
         units: Along the last axis; None for all.
     """
@@ -32,6 +40,7 @@ class EditPart:
     rows: Index | None = None
     tokens: Index | None = None
     positions: Tensor | None = None
+    sources: Tensor | None = None
     mask: Tensor | None = None
     units: Index | None = None
 
@@ -41,8 +50,9 @@ class EditPart:
         return self.rows is self.tokens is self.mask is self.units is None
 
     def read(self, value: Tensor) -> Tensor:
-        """The part, (rows, tokens, ..., units); of a mask (n, ..., units)."""
-        return _take(value[self._key(value.device)], self.units)
+        """Return the part, (rows, tokens, ..., units); of a mask (n, ..., units)."""
+        part = value[self._key(value.device)]
+        return part if self.units is None else part[..., self.units]
 
     def write(self, new: Tensor, value: Tensor, into: Tensor) -> None:
         """Put a new part into a copy of the value."""
@@ -69,10 +79,10 @@ class EditPart:
 
 
 def numbers_of(numbers: Numbers, count: int, what: str) -> list[int]:
-    """The numbers below `count` that a selection means, in its order.
+    """Return the numbers below `count` that a selection means, in its order.
 
     Raises:
-        InspectionError: One is not there.
+        InspectionError: A number is outside of 0 to `count` - 1.
     """
     if numbers is None:
         return list(range(count))
@@ -88,7 +98,7 @@ def numbers_of(numbers: Numbers, count: int, what: str) -> list[int]:
 
 
 def index_of(numbers: Sequence[int], count: int, device: torch.device) -> Index | None:
-    """The numbers as an index: None for all of them, a slice for neighbours."""
+    """Return numbers as an index: None for all of them, a slice for neighbours."""
     if not numbers:
         return slice(0, 0)
     first, last = numbers[0], numbers[-1]
@@ -98,12 +108,12 @@ def index_of(numbers: Sequence[int], count: int, device: torch.device) -> Index 
 
 
 def units_in(ranges: Ranges) -> list[int]:
-    """The units of several runs, in order."""
+    """Return the units of several runs, in order."""
     return [unit for first, end in ranges for unit in range(first, end)]
 
 
 def tokens_in(tokens: Any, before: int, s: int) -> list[int]:
-    """The absolute positions that a selection means among those of one pass.
+    """Return the absolute positions that a selection means among those of one pass.
 
     Positions of other passes are none of this one: they may be in the cache, or come later.
     """
@@ -114,7 +124,3 @@ def tokens_in(tokens: Any, before: int, s: int) -> list[int]:
         several = [tokens] if isinstance(tokens, int) else list(tokens)
         chosen = [each + total if each < 0 else each for each in several]
     return [each for each in chosen if before <= each < total]
-
-
-def _take(value: Tensor, units: Index | None) -> Tensor:
-    return value if units is None else value[..., units]

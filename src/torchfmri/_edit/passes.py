@@ -1,4 +1,12 @@
-"""Which tokens a pass of a model is fed: rows, tokens, and how many stand in its cache already."""
+"""Which tokens a pass of a model is fed: rows, tokens, and how many stand in its cache.
+
+`BoundEdit` asks for positions and `with_grad`, `attached` starts `listening`, and `_lesion` calls
+`feed` if it edits values outside of a pass. Positions count from the start of the sequence, also
+while a cache is used, so a cache that does not say its length is refused. A reentrant checkpoint
+switches grad mode off inside, so `with_grad` is that of the model's own call. `current` stays set
+after the model has returned, because a checkpoint runs its part again in the backward pass. The
+names of arguments that `_IDS` and `_cached` know may be extended freely.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +21,7 @@ from torchfmri._model import runnable, unwrap
 from torchfmri._torch import Hook, hook_side, hooked
 from torchfmri.exceptions import InspectionError
 
+# The arguments by which models are fed tokens; (b, s) or (b, s, width).
 _IDS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
@@ -22,7 +31,7 @@ class Fed(NamedTuple):
     Attributes:
         b: Rows.
         s: Tokens of each.
-        before: Tokens in the cache; None where a cache does not say.
+        before: Tokens in the cache; None if a cache does not say.
     """
 
     b: int
@@ -34,7 +43,7 @@ class EditPasses:
     """Knows what the pass that runs now was fed.
 
     Attributes:
-        current: Of the pass that runs; None outside, and where the model is fed no tokens.
+        current: The tokens of the pass that runs; None outside of one, or without tokens.
         with_grad: Whether the model was called with grad mode on. Inside, a reentrant checkpoint
             switches it off, and on again when it runs once more.
     """
@@ -63,7 +72,7 @@ class EditPasses:
                 self.current = None
 
     def positions(self, value: Tensor, layer: str) -> tuple[int, int, int]:
-        """Rows, tokens and the position of the first token of a layer's value.
+        """Return rows, tokens and the position of the first token of a layer's value.
 
         Raises:
             InspectionError: The value has no token axis, or a cache does not say how long it is.
@@ -98,7 +107,7 @@ def _fed(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Fed | None:
 
 
 def _cached(keywords: dict[str, Any]) -> int | None:
-    """How many tokens are in the cache that a model is given."""
+    """Return how many tokens are in the cache that a model is given; None if it does not say."""
     caches = [keywords.get(name) for name in ("past_key_values", "cache_params", "past_key_value")]
     for cache in caches:
         if cache is None:

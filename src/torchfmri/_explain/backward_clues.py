@@ -1,6 +1,8 @@
-"""Read from graph and layers what the message of a failed backward pass does not say.
+"""Clues about a failed backward pass that its message does not give.
 
-Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
+The table in `backward_failures` names these functions. Each takes a `Crash` and the match of a
+failure's pattern, reads graph, layers and byte code, and runs nothing. It may fail: the explanation
+then says so and goes on. A guess says probably.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
         return _by_name(crash, match, [node for node in nodes if operation_name(node) == now])
     node, saved = found
     name = operation_name(node)
-    place = place_of(crash, node)
     facts = [f"The operation {name} had kept this tensor ({saved}) and cannot go back without it."]
     cure: tuple[str, ...] = ()
     after = consumers(nodes, node) if saved == "result" else []
@@ -59,7 +60,7 @@ def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
         line = forward_line(after[0])
         at = f" ({Path(line.file).name}:{line.number}: {line.code})" if line else ""
         facts.append(f"Probably the next operation, {operation_name(after[0])}, was in place{at}.")
-    return Clues(tuple(facts), cure, place.layer, place.near, forward_line(node))
+    return _at(crash, node, *facts, cure=cure)
 
 
 def takes_saved_tensors(crash: Crash, _: re.Match[str]) -> bool:
@@ -98,15 +99,9 @@ def by_saved_tensors(crash: Crash, match: re.Match[str]) -> Clues:
     cls, kept = function_of(node), saved_count(node)
     wanted = match.groupdict().get("wanted")
     asked = f", and backward takes {wanted}" if wanted else ""
-    facts = []
-    if kept is not None:
-        facts.append(f"{cls.__name__}.forward kept {kept} tensors{asked}.")
-    facts.append(
-        f"{cls.__name__}.forward is at {inspect.getsourcefile(cls.forward)}:"
-        f"{_first_line(cls.forward)}."
-    )
-    place = place_of(crash, node)
-    return Clues(tuple(facts), (), place.layer, place.near, forward_line(node))
+    facts = [] if kept is None else [f"{cls.__name__}.forward kept {kept} tensors{asked}."]
+    facts.append(f"{cls.__name__}.forward is at {_source_of(cls.forward)}.")
+    return _at(crash, node, *facts)
 
 
 def by_checked_inputs(crash: Crash, _: re.Match[str]) -> Clues:
@@ -131,8 +126,7 @@ def by_function(crash: Crash, match: re.Match[str]) -> Clues:
     facts = []
     cls = function_of(named[0])
     if cls is not None:
-        file, number = inspect.getsourcefile(cls.backward), _first_line(cls.backward)
-        facts.append(f"{cls.__name__}.backward is at {file}:{number}.")
+        facts.append(f"{cls.__name__}.backward is at {_source_of(cls.backward)}.")
     places = {place_of(crash, node) for node in named}
     if len(places) > 1:
         where = sorted(layer_label(each.layer or each.near or "") for each in places)
@@ -149,8 +143,7 @@ def by_only_function(crash: Crash, _: re.Match[str]) -> Clues:
     if len(custom) != 1:
         return Clues((f"The graph has {len(custom)} operations of custom Functions.",))
     told = f"The only custom Function in the graph is {function_of(custom[0]).__name__}."
-    place = place_of(crash, custom[0])
-    return Clues((told,), (), place.layer, place.near, forward_line(custom[0]))
+    return _at(crash, custom[0], told)
 
 
 def by_checkpoint(crash: Crash, _: re.Match[str]) -> Clues:
@@ -185,13 +178,19 @@ def by_unused(crash: Crash, match: re.Match[str]) -> Clues:
     """Find the names of the parameters that got no gradient."""
     if crash.model is None or not match["indices"]:
         return Clues()
-    asking = _trainable(crash)
+    asking = [crash.parameters[id(each)] for each in crash.model.parameters() if each.requires_grad]
     unused = [asking[int(each)] for each in match["indices"].split() if int(each) < len(asking)]
     names = [".".join(filter(None, owner)) for owner in unused]
     if not names:
         return Clues()
     more = ", ..." if len(names) > 5 else ""
     return Clues((f"Without a gradient: {', '.join(names[:5])}{more}.",), layer=unused[0][0])
+
+
+def _at(crash: Crash, node: Any, *facts: str, cure: tuple[str, ...] = ()) -> Clues:
+    """Return clues about an operation of the backward pass, with its place and its forward line."""
+    place = place_of(crash, node)
+    return Clues(facts, cure, place.layer, place.near, forward_line(node))
 
 
 def _failing_function(crash: Crash) -> Any:
@@ -232,11 +231,6 @@ def _same_parameter(crash: Crash, match: re.Match[str]) -> tuple[str, ...]:
     return (f"Of this size and version: {', '.join(named)}; it may be the tensor.",)
 
 
-def _trainable(crash: Crash) -> list[tuple[str, str]]:
-    model = crash.model
-    parameters = model.parameters() if model is not None else ()
-    return [crash.parameters[id(each)] for each in parameters if each.requires_grad]
-
-
-def _first_line(function: Any) -> int:
-    return int(inspect.unwrap(function).__code__.co_firstlineno)
+def _source_of(function: Any) -> str:
+    line = inspect.unwrap(function).__code__.co_firstlineno
+    return f"{inspect.getsourcefile(function)}:{line}"

@@ -1,4 +1,10 @@
-"""The table of autograd failures: PyTorch's words, and our explanation."""
+"""The table of autograd failures: PyTorch's words, and our explanation.
+
+`entry_points` tries the entries in order, so special ones stand before general ones. Texts may be
+changed freely; `kind` is public. A pattern must match every PyTorch version that is supported, and
+its groups are named in the texts. Each entry has a test that makes the real failure happen, and a
+row in `docs/errors.md`.
+"""
 
 from __future__ import annotations
 

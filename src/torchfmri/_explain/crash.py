@@ -1,7 +1,10 @@
-"""Read a traceback: the layers it went through, the user's line, and tensors.
+"""A traceback read for the layers it went through, the user's line, and tensors.
 
-Frames of a traceback keep their local variables, so nothing has to be attached to a model before
-it fails. A `Crash` holds those frames; it lives only while an explanation is written.
+`entry_points` makes a `Crash`, and the functions that read clues ask it. Frames of a traceback keep
+their local variables, so nothing has to be attached to a model before it fails. Because a `Crash`
+holds those frames, it lives only while an explanation is written. Paths and function names of
+PyTorch (`_call_impl`, `graph.py`) are what tells a module's call from others; they are the part
+that a new PyTorch version may break.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import named_layers, unwrap
+from torchfmri._model import each_once, named_layers, named_parameters, unwrap
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
@@ -126,12 +129,11 @@ class Crash:
     @cached_property
     def parameters(self) -> dict[int, tuple[str, str]]:
         """The `id` of a parameter -> the layer that owns it, and its name there."""
-        owners: dict[int, tuple[str, str]] = {}
-        for layer, module in self.layers.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners.setdefault(id(parameter), (layer, name))
-        return owners
+        found = {}
+        for full, parameter in each_once(named_parameters(self.layers)).items():
+            layer, _, name = full.rpartition(".")
+            found[id(parameter)] = (layer, name)
+        return found
 
     def layer_of(self, module: nn.Module | None) -> str | None:
         """Return the name of a module in the model; None if it is not part of it.

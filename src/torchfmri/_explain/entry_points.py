@@ -1,4 +1,10 @@
-"""Explain an exception, after it was caught or as it leaves a `with` block."""
+"""`explain` and `explained`: an exception explained after it was caught, or as it leaves a block.
+
+Both are public. The user's exception must always come through: `explained` raises a known failure
+again as a subclass of the original's class, and leaves every other one as the same object. An error
+of ours while explaining becomes a note, never an exception. Only exceptions of Python and PyTorch
+are raised anew, because other classes may have constructors that cannot be copied.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,26 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from torchfmri._explain.backward_failures import BACKWARD_FAILURES
 from torchfmri._explain.crash import Crash, SourceLine, describe
 from torchfmri._explain.explanation import Explanation, short_path
 from torchfmri._explain.failed_backward import reached
 from torchfmri._explain.failure import Clues, Failure
-from torchfmri._explain.failures import FAILURES, find_failure
+from torchfmri._explain.forward_failures import FORWARD_FAILURES
+from torchfmri._explain.layer_failures import LAYER_FAILURES
+from torchfmri._explain.setup_failures import SETUP_FAILURES
+from torchfmri._explain.target_failures import TARGET_FAILURES
 from torchfmri._model import switched_off
 from torchfmri.exceptions import ExplainedError, InspectionError, explained_error
 
+FAILURES: tuple[Failure, ...] = (
+    *BACKWARD_FAILURES,
+    *SETUP_FAILURES,
+    *LAYER_FAILURES,
+    *TARGET_FAILURES,
+    *FORWARD_FAILURES,
+)
+"""Every failure that can be explained; the first match counts, so special entries come first."""
 _MOST_TENSORS = 4
 _PYTHONS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
 _CLASSES = {cls.__name__: cls for cls in (*_PYTHONS, *(each.error for each in FAILURES)) if cls}
@@ -90,6 +108,12 @@ def _explain_text(text: str) -> Explanation:
         f"explain takes an exception, not {text!r}, which is not a message that it knows. Catch it "
         "with `except Exception as error:` and pass error, to see at least layer and line."
     )
+
+
+def find_failure(crash: Crash) -> tuple[Failure, re.Match[str]] | None:
+    """Return the first failure of the table that fits, with its match; None if none does."""
+    matches = ((failure, failure.match(crash)) for failure in FAILURES)
+    return next(((failure, match) for failure, match in matches if match is not None), None)
 
 
 def explained(
@@ -276,5 +300,5 @@ def _check_model(model: nn.Module | None) -> None:
 
 
 def _add_note(error: BaseException, text: str) -> None:
-    # What add_note does, also before Python 3.11 and for classes that forbid setting attributes.
+    # Not error.add_note, which fails for classes that forbid setting attributes.
     error.__dict__.setdefault("__notes__", []).append(text)

@@ -1,4 +1,9 @@
-"""The record that explains an exception, as text and as HTML."""
+"""The record that explains an exception, as text and as HTML.
+
+`explain` returns it and errors of `explained` carry it. It is public: attributes and `kind`s must
+stay, the wording may change. It holds only text and numbers, because a tensor or a frame in it
+would keep the whole failed step alive.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Read the graph of a failed backward pass: which operation failed, and near which layer.
+"""What the graph of a failed backward pass shows: the operation, and the layer near it.
 
-The frames of the traceback keep the loss and with it the graph, so both can be read afterwards:
-which saved tensor was overwritten, whose parameters an operation uses. This needs no hooks and runs
-nothing.
+`backward_clues` and `entry_points` ask it. The frames of the traceback keep the loss and with it
+the graph, so both can be read afterwards: which saved tensor was overwritten, whose parameters an
+operation uses. This needs no hooks and runs nothing. Nodes are sorted by sequence number, in the
+order in which backward runs them; do not change that order, because `reached` reads from it how far
+the pass came.
 """
 
 from __future__ import annotations

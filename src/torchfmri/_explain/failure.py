@@ -1,4 +1,10 @@
-"""The records of one kind of failure, and of the clues about one that happened."""
+"""The records of one kind of failure, and of the clues about one that happened.
+
+Every table in `*_failures` is made of `Failure`, and every function that reads clues returns
+`Clues`. A failure without `error` matches only messages that PyTorch itself raised, so that a
+user's own `ValueError` with similar words is left alone. Patterns are searched in messages of
+several PyTorch versions: keep them loose.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Failures of shapes, types, devices, memory and loading: their table, and how clues are read.
 
-A function that reads clues takes a `Crash` and the match of the failure's pattern; a guess says
-probably.
+`entry_points` puts this table last, because its entries are the most general. A function that reads
+clues takes a `Crash` and the match of the failure's pattern; it may fail, and a guess says
+probably. A new entry needs a test that makes the real failure happen and a row in `docs/errors.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Failures of what single layers and functions are given: their table, and how clues are read.
 
-A function that reads clues takes a `Crash` and the match of the failure's pattern; a guess says
-probably.
+`entry_points` puts the table together with the others, before the general failures of shapes. A
+function that reads clues takes a `Crash` and the match of the failure's pattern; it may fail, and a
+guess says probably. A new entry needs a test that makes the real failure happen and a row in
+`docs/errors.md`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torchfmri._explain.crash import Crash, describe
 from torchfmri._explain.failure import SIZES, Clues, Failure
 
+# Layers that return more than a tensor, and what they return.
 _RETURNED = {nn.RNNBase: "output, state", nn.MultiheadAttention: "output, weights"}
 
 

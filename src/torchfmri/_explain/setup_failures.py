@@ -1,7 +1,8 @@
 """Failures of building a model, an optimizer or a batch: their table, and how clues are read.
 
-A function that reads clues takes a `Crash` and the match of the failure's pattern; a guess says
-probably.
+`entry_points` puts the table together with the others. A function that reads clues takes a `Crash`
+and the match of the failure's pattern; it may fail, and a guess says probably. A new entry needs a
+test that makes the real failure happen and a row in `docs/errors.md`.
 """
 
 from __future__ import annotations

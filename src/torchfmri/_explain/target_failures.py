@@ -1,7 +1,9 @@
 """Failures of indices and of the targets of losses: their table, and how clues are read.
 
-A function that reads clues takes a `Crash` and the match of the failure's pattern; a guess says
-probably.
+`entry_points` puts the table together with the others. A function that reads clues takes a `Crash`
+and the match of the failure's pattern; it may fail, and a guess says probably. Values are read on
+the CPU only, because reading them on a GPU would wait for it, and fail after a device-side assert.
+A new entry needs a test that makes the real failure happen and a row in `docs/errors.md`.
 """
 
 from __future__ import annotations

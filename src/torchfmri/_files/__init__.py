@@ -39,5 +39,6 @@ from torchfmri._files.tensor_file import (
     map_file,
     parse_tensors,
     read_tensors,
+    shape_of,
     write_tensors,
 )

@@ -1,4 +1,9 @@
-"""Text from a file or from somebody else, made harmless where it is printed."""
+"""Text from a file or from somebody else, made harmless where it is printed.
+
+Tables, errors about files and the viewer print names and texts through `printable`. It is the only
+guard against control characters that move the cursor, clear the screen or reverse the writing, so
+it may get stricter, never laxer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ _REVERSING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", 
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The text with `?` for what would move the cursor, change colours or reverse the writing.
+    """Return the text with `?` for what moves the cursor, changes colours or reverses writing.
 
     Args:
         text: Perhaps somebody else's.

@@ -1,4 +1,9 @@
-"""The forms that values of JSON may have, so that a wrong one is found where it is read."""
+"""The forms that values of JSON may have, so that a wrong one is found where it is read.
+
+Histories, inspections, findings, contrasts and the table of places check with it right after
+parsing; their readers turn the error into a FileFormatError. True is no number here, though Python
+counts bool as int.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ def require_form(value: Any, form: Form, name: str) -> None:
 
     Args:
         value: As JSON gives it.
-        form: What it has to be.
+        form: The form that it must have.
         name: Of the value, for the error.
     """
     if not _fits(value, form):
@@ -21,7 +26,7 @@ def require_form(value: Any, form: Form, name: str) -> None:
 
 
 def require_forms(values: Any, forms: dict[str, Form]) -> None:
-    """Raise where one of the named values is missing or not of its form.
+    """Raise if one of the named values is missing or not of its form.
 
     Raises:
         KeyError: It is missing.
@@ -33,6 +38,7 @@ def require_forms(values: Any, forms: dict[str, Form]) -> None:
 
 
 def _fits(value: Any, form: Form) -> bool:
+    """Whether a value is of a form; bool is a form of its own, though Python's bools are ints."""
     if isinstance(form, tuple):
         return any(_fits(value, each) for each in form)
     if isinstance(form, list):

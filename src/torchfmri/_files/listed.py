@@ -1,4 +1,9 @@
-"""Lists of files with their sizes and digests, by which the files of a folder belong together."""
+"""Lists of files with their sizes and digests, by which the files of a folder belong together.
+
+Incidents list their files with it, and scans use `sha256_of`. The list itself stands in a sealed
+record: without that seal, whoever changes a file could change its digest. Digests protect against
+damage and mixed-up files, not against an author who writes a whole new folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a regular file, in hexadecimal digits.
+    """Return the SHA-256 of a regular file, in hexadecimal digits.
 
     Raises:
         FileFormatError: It is missing, or no regular file.
@@ -28,7 +33,7 @@ def sha256_of(path: Path) -> str:
 
 
 def list_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """The size and digest of every file in a folder by its name, for JSON."""
+    """Return name -> size and digest of every file in a folder, for JSON."""
     return {
         name: {"bytes": size_of(folder / name), "sha256": sha256_of(folder / name)}
         for name in list_names(folder)
@@ -36,10 +41,10 @@ def list_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def compare_files(folder: Path, listed: Mapping[str, Any]) -> dict[str, FileFormatError]:
-    """Name -> what is wrong, for each file that is not the one which `list_files` listed.
+    """Return name -> what is wrong, for each file that is not the one that `list_files` listed.
 
-    The sizes are compared first, so a file of another size is not read. Whoever holds a list from
-    elsewhere checks its names before: a name must not lead out of the folder.
+    The sizes are compared first, so a file of another size is not read. If the list
+    comes from elsewhere, check its names first: a name must not lead out of the folder.
     """
     found = {}
     for name, entry in listed.items():
@@ -57,7 +62,7 @@ def compare_files(folder: Path, listed: Mapping[str, Any]) -> dict[str, FileForm
 
 
 def is_listing(value: Any) -> bool:
-    """Whether it is of the form that `list_files` returns."""
+    """Whether a value has the form of what `list_files` returns."""
     return isinstance(value, dict) and all(
         isinstance(entry, dict)
         and type(entry.get("bytes")) is int

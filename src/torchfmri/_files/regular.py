@@ -1,4 +1,10 @@
-"""Opening files without trusting what they are."""
+"""Opening files without trusting what they are.
+
+Readers of our files open them with `open_limited` or `read_regular`, never with `open`. A path may
+be a link, a pipe that waits for ever, a device, or a sparse file of terabytes: each is refused with
+its reason. What is the file's fault raises FileFormatError; a failing disk or too many open files
+stay an OSError. A size is asked before anything is read, and checked again on the open descriptor.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,9 @@ import errno
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +31,7 @@ _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # no fault of the
 
 
 def list_names(folder: Path, limit: int = 1_000_000) -> list[str]:
-    """The names in a folder, sorted.
+    """Return the names in a folder, sorted.
 
     Args:
         folder: The folder.
@@ -31,26 +40,22 @@ def list_names(folder: Path, limit: int = 1_000_000) -> list[str]:
     Raises:
         FileFormatError: There is no such folder, or it holds more.
     """
-    names = []
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
-                names.append(entry.name)
-                if len(names) > limit:
-                    raise FileFormatError(str(folder), f"it holds more than {limit:,} files")
+            names = [each.name for each in islice(entries, limit + 1)]
     except FileNotFoundError as error:
         raise FileFormatError(str(folder), "there is no such folder") from error
-    except FileFormatError:
-        raise
     except (OSError, ValueError) as error:
         raise FileFormatError(
             str(folder), f"give a folder that can be read; this is none: {_words(error)}"
         ) from error
+    if len(names) > limit:
+        raise FileFormatError(str(folder), f"it holds more than {limit:,} files")
     return sorted(names)
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a regular file.
+    """Return how many bytes a regular file has.
 
     Raises:
         FileFormatError: It is missing, or a link, a folder, a pipe or a device.
@@ -68,11 +73,11 @@ def size_of(path: Path) -> int:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A file descriptor of a regular file.
+    """Return a file descriptor of a regular file.
 
     Args:
         path: The file.
-        flags: Those of `os.open`.
+        flags: The flags of `os.open`.
 
     Raises:
         FileFormatError: It is missing, cannot be opened, or is not a regular file.
@@ -95,7 +100,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file that has at most `limit` of them.
+    """Return the content of a regular file that has at most `limit` bytes.
 
     Raises:
         FileFormatError: It is larger, or no regular file.
@@ -105,7 +110,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def open_limited(path: Path, limit: int | None = None) -> BinaryIO:
-    """A regular file to read from that has at most `limit` bytes and no large holes.
+    """Return a regular file, opened for reading: at most `limit` bytes, no large holes.
 
     Raises:
         FileFormatError: It is larger, mostly holes, or no regular file.
@@ -137,18 +142,25 @@ def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     if os.name == "nt":
         return  # a folder cannot be opened there; NTFS keeps a journal of names
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as descriptor:
         os.fsync(descriptor)
+
+
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or folder of our own for the block, which gets its descriptor."""
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Whether the file or folder is locked now, until it is closed or the process ends.
+    """Lock a file or folder until it is closed or the process ends; return whether it is locked.
 
     Returns:
-        False where there are no locks: on Windows, and on some network file systems.
+        False if there are no locks: on Windows, and on some network file systems.
 
     Raises:
         BlockingIOError: Somebody else holds it.

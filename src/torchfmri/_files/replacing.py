@@ -1,4 +1,11 @@
-"""Writing beside and exchanging: at a path stands the old or the new, whole, at every moment."""
+"""Writing beside and exchanging: at a path stands the old or the new, whole, at every moment.
+
+All that is saved goes through `new_file` and `new_folder`; the store of scans uses `recover` and
+`held_alone`. The order matters: write beside, wait for the disk, rename, wait for the folder. Names
+of unfinished files (`.torchfmri-...`) and of folders set aside (`.NAME.replaced`) are looked for
+after a crash, by older versions too: they stay. tests/_files/test_faults.py kills writers and cuts
+their power.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchfmri._files.regular import lock, sync_folder
+from torchfmri._files.regular import lock, opened, sync_folder
 from torchfmri.exceptions import InspectionError
 
 _UNFINISHED = re.compile(r"\.torchfmri-[0-9a-f]{16}(\.[^/]*)?")
@@ -27,10 +34,10 @@ _ABSENT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 @contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path` when the block ends without an error.
+    """Yield where to write a file, which takes the place of `path` if the block ends well.
 
-    Whatever happens, `path` then holds the old file or the new one, whole. A link is followed. What
-    is there and no file (a pipe, a terminal) is written to as it is.
+    Whatever happens, `path` then holds the old file or the new one, whole. A link is followed. A
+    pipe or a terminal is written to directly.
     """
     target = Path(path)
     target = target.resolve() if target.is_symlink() else target
@@ -55,7 +62,7 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def new_folder(
     target: Path, require_free: Callable[[], None] = lambda: None, ending: str = ""
 ) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` when the block ends without an error.
+    """Yield a new folder to fill, which takes the place of `target` if the block ends well.
 
     Whatever happens, `target` then is the old folder or the new one, whole and on the disk. Where
     the system cannot exchange two folders in one step, there is a moment without either; the old
@@ -64,7 +71,7 @@ def new_folder(
     Args:
         target: The folder.
         require_free: Raises if what is there may not be replaced; asked before and after the block.
-        ending: That of the new folder's name, for writers that look at it.
+        ending: The ending of the new folder's name, for writers that look at it.
 
     Raises:
         InspectionError: A writer holds the folder that is there.
@@ -119,7 +126,7 @@ def make_folder(path: Path) -> None:
 
 
 def find_replaced(path: Path) -> Path:
-    """Where the folder `path` is: beside it, if replacing it was interrupted between two steps."""
+    """Return where the folder `path` is: beside it, if replacing it was interrupted half-way."""
     aside = _aside(path)
     return aside if not os.path.lexists(path) and aside.is_dir() else path
 
@@ -152,6 +159,7 @@ def _aside(target: Path) -> Path:
 
 
 def _put(new: Path, target: Path) -> None:
+    """Put the new folder in its place; in two steps if the system cannot exchange folders."""
     if not os.path.lexists(target):
         new.rename(target)
     elif not _exchange(new, target):
@@ -169,7 +177,7 @@ def _put(new: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether two paths were exchanged in one step; False where the system cannot."""
+    """Whether two paths were exchanged in one step; False if the system cannot."""
     call = _renameat2()
     if call is None:
         return False
@@ -195,17 +203,14 @@ def _held(folder: Path, *, shared: bool = False) -> Iterator[None]:
     if os.name == "nt":  # a folder cannot be opened there
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with opened(folder) as descriptor:
         lock(descriptor, shared=shared)
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
 def held_alone(target: Path) -> Iterator[None]:
-    """While the block runs nobody writes into a folder of ours; nothing if there is none.
+    """Keep others from writing into a folder of ours while the block runs; it may not exist.
 
     Raises:
         InspectionError: Somebody does.
@@ -234,20 +239,14 @@ def _remove_unfinished(parent: Path) -> None:
             old = time.time() - path.lstat().st_mtime > _OLD_SECONDS
             if not old or not _UNFINISHED.fullmatch(path.name) or path.is_symlink():
                 continue
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
+            with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
                 if lock(descriptor):
                     shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
+    with opened(path, os.O_RDWR) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sync_tree(folder: Path) -> None:

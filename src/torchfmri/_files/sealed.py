@@ -1,4 +1,11 @@
-"""JSON that carries its own checksum, and reading it as if an enemy had written it."""
+"""JSON that carries its own checksum, and reading it as if an enemy had written it.
+
+Scans, histories, inspections, incidents and contrasts keep their descriptions this way. `seal` and
+`unseal` are a stored format: the last key is the CRC-32 of the bytes before it, so no byte may be
+written differently. Limits come before parsing, because small text can become much memory, and
+brackets are counted because deep nesting ends Python. NaN and infinities are `{"$float": ...}`:
+JSON has none. The checksum tells damage, not intent.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +33,12 @@ _SEAL_BYTES = len(_SEAL % 0)
 
 
 def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
-    """The record as JSON in UTF-8 whose last key, `crc32`, is the CRC-32 of the bytes before it.
+    """Return the record as JSON in UTF-8; its last key, `crc32`, is that of the bytes before it.
 
     Args:
         record: At least one key; strings, numbers, None, and lists and mappings of these.
-        where: What the record is, for the error.
-        separator: What stands between the keys of the record itself: `,` with or without a newline.
+        where: The name of the record, for the error.
+        separator: The text between the keys of the record: `,` with or without a newline.
 
     Raises:
         InspectionError: A value cannot be written as JSON and read again as it was.
@@ -50,7 +57,7 @@ def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
 
 
 def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """The record that was sealed, without its checksum.
+    """Return the record that was sealed, without its checksum.
 
     Raises:
         FileFormatError: A bit is wrong, or it is not such a record.
@@ -66,7 +73,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 
 def parse(data: bytes, where: str) -> Any:
-    """What JSON in UTF-8 says; stricter than `json.loads`.
+    """Return the value of a JSON text in UTF-8; stricter than `json.loads`.
 
     Raises:
         FileFormatError: It is no JSON, has a key twice, is nested too deeply, has too many values,
@@ -91,7 +98,7 @@ def parse(data: bytes, where: str) -> Any:
 
 
 def plain(value: Any, where: str, depth: int = DEPTH) -> Any:
-    """The value in the types of JSON; NaN and infinities become `{"$float": "nan"}` and so on.
+    """Return the value in the types of JSON; NaN and infinity become `{"$float": "nan"}` etc.
 
     Raises:
         InspectionError: It has something that JSON cannot say, or is nested too deeply.
@@ -131,7 +138,7 @@ def finite_json(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """The value as JSON without spaces; it is one of those that `plain` returns."""
+    """Return what `plain` returned as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -158,7 +165,7 @@ def _finite(text: str) -> float:
 
 
 def _excess(data: bytes) -> str:
-    """What there is too much of, if none of the signs stands in a text; empty if nothing."""
+    """Return what there is too much of; "" if nothing. Signs inside of texts count too."""
     opened, closed = (data.count(a) + data.count(b) for a, b in ((b"[", b"{"), (b"]", b"}")))
     if max(opened, closed) > CONTAINERS:
         return f"it has more than {CONTAINERS:,} lists and objects"
@@ -178,7 +185,7 @@ def _may_be_deep(data: bytes) -> bool:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raise where a text is no Unicode or the value is nested too deeply."""
+    """Raise if a text is no Unicode or the value is nested too deeply."""
     if isinstance(value, str):
         value.encode("utf-8")
     elif isinstance(value, list | dict):

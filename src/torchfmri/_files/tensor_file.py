@@ -1,8 +1,12 @@
 """A file of tensors: safetensors, written by hand and read as a memory map.
 
+Scans, inspections, histories, incidents and contrasts store their numbers with it.
 https://github.com/huggingface/safetensors describes the format: eight bytes that hold the length of
-the header, the header in JSON, the tensors without gaps. It is small enough to do without the
-library, which neither calls fsync nor computes a checksum on the way.
+the header, the header in JSON, the tensors without gaps. Other programs read these files, so
+nothing may be added outside the metadata. It is small enough to do without the library, which
+neither calls fsync nor computes a checksum on the way. A header is somebody else's word: each
+number in it is checked before memory is taken for it. The arrays are views of the map: they keep it
+open, and cannot be written to.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ class FileColumn(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the parts together."""
+        """The shape of the parts together."""
         return (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
 
 
@@ -75,12 +79,14 @@ class Tensor:
 def write_tensors(
     path: Path, columns: Mapping[str, FileColumn], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """The size and CRC-32 of the new file, which is on the disk; its name in the folder may not be.
+    """Write a file of tensors, and wait for the disk; return its size and CRC-32.
+
+    The content is on the disk then; its name in the folder may not be.
 
     Args:
-        path: Where to; nothing may be there.
+        path: The new file; nothing may be there.
         columns: Name -> tensor; its parts are contiguous arrays of the type of its tag.
-        metadata: What the header says besides. `crc32`, that of the tensors' bytes, and `layout`,
+        metadata: Further texts for the header. `crc32`, that of the tensors' bytes, and `layout`,
             that of the rest of the header, are added.
 
     Raises:
@@ -118,6 +124,7 @@ def write_tensors(
 def _header(
     names: Sequence[str], columns: Mapping[str, FileColumn], metadata: Mapping[str, str]
 ) -> bytes:
+    """Return the length and the JSON that stand before the tensors, padded to eight bytes."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
@@ -137,7 +144,7 @@ def _header(
 
 
 def read_tensors(path: Path, size: int, check: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by name, as views of the file that cannot be written to, and the metadata.
+    """Return the tensors by name, as read-only views of the file, and the metadata.
 
     Args:
         path: The file.
@@ -154,7 +161,7 @@ def read_tensors(path: Path, size: int, check: int) -> tuple[dict[str, Tensor], 
 
 
 def map_file(path: Path, size: int) -> mmap.mmap | bytes:
-    """The bytes of a regular file of this size, without reading them where that is possible.
+    """Return the bytes of a regular file of this size: a memory map, if that is possible.
 
     Raises:
         FileFormatError: It has another size, or cannot be read.
@@ -178,7 +185,7 @@ def map_file(path: Path, size: int) -> mmap.mmap | bytes:
 
 
 def parse_tensors(data: mmap.mmap | bytes, where: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors in the bytes of a safetensors file, and the metadata; nothing is copied for them.
+    """Return the tensors in the bytes of a safetensors file, and the metadata; nothing is copied.
 
     Raises:
         FileFormatError: The header is wrong, or the tensors do not fill the file without gaps.
@@ -224,26 +231,37 @@ def is_intact(data: mmap.mmap | bytes, metadata: Mapping[str, str]) -> bool:
 
 
 def _layout(entries: Mapping[str, Any]) -> str:
-    """The CRC-32 of the types, shapes and places of the tensors in a header."""
+    """Return the CRC-32 of the types, shapes and places of the tensors in a header."""
     kept = {name: entry for name, entry in entries.items() if name != "__metadata__"}
     return f"{zlib.crc32(to_json(kept).encode()):08x}"
 
 
 def _checked(entry: Any, where: str, room: int) -> tuple[str, tuple[int, ...], int, int]:
-    """The type, shape, first and last byte of a tensor, which lie in the file and agree."""
+    """Return the type, shape, first and last byte of a tensor, which lie in the file and agree."""
     try:
         tag, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise FileFormatError(where, "it has no dtype, shape and two data_offsets") from error
     if not isinstance(tag, str) or tag not in DTYPES:
         raise FileFormatError(where, f"its dtype is {str(tag)[:40]!r}, not one of {list(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > 8:
-        raise FileFormatError(where, "its shape is not a list of at most 8 numbers")
-    for number in (*shape, first, last):
-        if type(number) is not int or not 0 <= number < 1 << 40:
-            raise FileFormatError(where, f"{str(number)[:40]!r} is not a size")
-    if math.prod(max(number, 1) for number in shape) >= 1 << 40:
-        raise FileFormatError(where, "its shape is absurd")  # even where one of the sizes is 0
+    if not all(type(each) is int and 0 <= each < 1 << 40 for each in (first, last)):
+        raise FileFormatError(where, "its data_offsets are not two places in a file")
+    shape = shape_of(shape, where, most=8)
     if not first <= last <= room or last - first != math.prod(shape) * DTYPES[tag].itemsize:
         raise FileFormatError(where, "its shape and place do not agree, or lie outside the file")
-    return tag, tuple(shape), first, last
+    return tag, shape, first, last
+
+
+def shape_of(value: Any, where: str, most: int) -> tuple[int, ...]:
+    """Return the shape that a file gives, with at most `most` axes.
+
+    Raises:
+        FileFormatError: It is not a shape, or one too large for any memory.
+    """
+    if not isinstance(value, list) or len(value) > most:
+        raise FileFormatError(where, f"its shape is not a list of at most {most} numbers")
+    if not all(type(each) is int and 0 <= each < 1 << 40 for each in value):
+        raise FileFormatError(where, f"{str(value)[:80]} is not a shape")
+    if math.prod(max(each, 1) for each in value) >= 1 << 40:  # even where one of the sizes is 0
+        raise FileFormatError(where, f"{str(value)[:80]} is an absurd shape")
+    return tuple(value)

@@ -1,4 +1,10 @@
-"""What follows a non-finite step: its origin, its folder, an error or a warning."""
+"""What follows a non-finite step: its origin, its folder, an error or a warning.
+
+`Hold` calls `look_into` when a step is bad. All processes must come through `report` together where
+steps are held, because they agree there on one finding and one folder; a process that raised
+earlier would leave the others waiting. So each part that can fail (running the step again, writing)
+only warns. What is raised in the end is the NonFiniteError that the user asked for.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +47,7 @@ class IncidentSubject:
         loss: The loss module, or None.
         scaler: The GradScaler, or None.
         history: The Monitor's history; told whether the step ends here.
-        failed: Told of our own failures.
+        failed: Called with an error of ours.
         unwatched: While it is entered nobody watches the model: it is run again.
     """
 
@@ -72,12 +78,12 @@ class Aftermath:
     """Deals with non-finite steps, one after the other.
 
     Args:
-        subject: What is held.
-        action: What to do about them.
-        options: What to keep of them.
+        subject: The model that is guarded.
+        action: "raise", "skip" or "continue".
+        options: Which incidents to look into and to write.
 
     Attributes:
-        incidents: What was found.
+        incidents: The incidents so far.
     """
 
     def __init__(self, subject: IncidentSubject, action: Action, options: Incidents) -> None:
@@ -93,7 +99,7 @@ class Aftermath:
 
         Args:
             number: The number of the step.
-            seen: What is remembered of it.
+            seen: The calls, losses and batch of the step.
             spoilt: The buffers that the step has made non-finite, if they stay so.
 
         Raises:
@@ -106,7 +112,7 @@ class Aftermath:
             held = {each.step: each.action for each in self.incidents}
             known = dated(known, number, self._subject.model, history, held)
         except Exception as error:  # what is not known must not keep the step from being held
-            self._warn(f"Step {number} could not be looked into: {type(error).__name__}: {error}")
+            self.warn(f"Step {number} could not be looked into: {type(error).__name__}: {error}")
             known = plain_finding(number)
         if self._action != "continue":
             known = replace(known, advice=known.advice.removesuffix(HOLD))
@@ -140,7 +146,7 @@ class Aftermath:
                     return finding, True
             except Exception as error:  # the model's own, or ours: other processes wait for us
                 reason = f"running the step again raised {type(error).__name__}"
-                self._warn(f"Step {number} could not be run again: {type(error).__name__}: {error}")
+                self.warn(f"Step {number} could not be run again: {type(error).__name__}: {error}")
         is_written = self._options.folder is not None and not self._is_full
         return coarse_finding(step, reason, subject.is_compiled, is_written), False
 
@@ -172,14 +178,14 @@ class Aftermath:
         try:
             incident = self._record(number, seen, finding, exact)
         except Exception as error:  # whatever else fails, the step is held
-            self._warn(f"The incident could not be recorded: {type(error).__name__}: {error}")
+            self.warn(f"The incident could not be recorded: {type(error).__name__}: {error}")
             incident = Incident(number, finding, self._action)
         self.incidents.append(incident)
         whole = incident.finding
         if self._action == "raise":
             raise NonFiniteError(whole, number, incident.folder)
         done = "is left out" if self._action == "skip" else "is applied all the same"
-        self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
+        self.warn(f"Step {number} {done}. {whole.text} {whole.advice}")
 
     def _record(self, number: int, seen: SeenStep, finding: Finding, exact: bool) -> Incident:
         """Return the incident that the processes agree on, written down if that is wanted."""
@@ -198,7 +204,7 @@ class Aftermath:
             if rank == 0 or self._action == "continue":
                 write_summary(folder, incident, identity, count)
         except Exception as error:  # a full disk must not be worse than the incident itself
-            self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+            self.warn(f"The incident could not be written: {type(error).__name__}: {error}")
             with contextlib.suppress(OSError):  # another process may have written its part
                 folder.rmdir()
             return replace(incident, folder=None)
@@ -210,7 +216,7 @@ class Aftermath:
         try:
             return free_folder(Path(self._options.folder), number)
         except Exception as error:
-            self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+            self.warn(f"The incident could not be written: {type(error).__name__}: {error}")
             return None
 
     def _part(self, rank: int, number: int, seen: SeenStep, finding: Finding) -> IncidentPart:
@@ -237,7 +243,8 @@ class Aftermath:
             weights=weights,
         )
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Warn the user in the name of torchfmri."""
         warnings.warn(f"torchfmri: {text}", NonFiniteWarning, stacklevel=2)
 
 
@@ -307,7 +314,7 @@ def dated(
 
 
 def _was_left_finite(finding: Finding, number: int, history: History) -> bool | None:
-    """Whether the update of a step left a parameter finite; None where that was not recorded."""
+    """Whether the update of a step left a parameter finite; None if that was not recorded."""
     found = finding.evidence
     step = history[int(np.flatnonzero(history.steps == number)[0])]
     if found["parameter"] not in step.parameters:

@@ -1,4 +1,9 @@
-"""What all processes of a training run decide together."""
+"""What all processes of a training run decide together.
+
+`hold` and `aftermath` ask it. Each function is collective: if one process calls it and another does
+not, training hangs. So no caller may return or raise before it in some processes only. Objects are
+exchanged by torch, which pickles them: they come from our own processes, never from a file.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """The buffers of a model as they were before a step, in case it has to be taken back.
 
-A forward pass writes into buffers (running statistics) before anybody can see that it is bad.
+The guard keeps them at each step, and `diagnose` around its own. A forward pass writes into buffers
+(running statistics) before anybody can see that it is bad. It costs one call for all copies in a
+step, and large buffers that nobody writes to are not copied. Batch norm writes without a new
+version, so versions alone must not decide what is copied. Values go back through `.data`, so that
+autograd counts no write.
 """
 
 from __future__ import annotations
@@ -91,6 +95,7 @@ class Buffers:
         )
 
     def _look_up(self) -> None:
+        """Find the buffers anew, and make room for copies: of small and of written ones."""
         copied = {each.label for each in self._kept if each.copy is not None}
         copied |= {each.label for each in self._written()}
         self._contents, self._kept = [], []
@@ -118,6 +123,7 @@ class Buffers:
 
 @kept_whole
 def _put_back(kept: list[_KeptBuffer]) -> None:
+    """Give the modules these buffers again, with what the copies hold."""
     for owner, name, _, buffer, copy in kept:
         if copy is None:
             continue

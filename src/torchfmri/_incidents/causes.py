@@ -1,6 +1,9 @@
 """Why an operation makes something non-finite of finite numbers, and what to do, in words.
 
-`FORWARD` and `BACKWARD` map the name of an operation to a function of its event.
+`report` asks `cause_of`. `FORWARD` and `BACKWARD` map the name of an operation to a function of its
+event: add a rule there, with a case in tests/_incidents/test_incidents_origin.py. A rule that does
+not know returns None, and the event gets the general words. Words may change freely; a rule must
+only claim what the operands show.
 """
 
 from __future__ import annotations
@@ -41,14 +44,20 @@ def cause_of(event: Event) -> Cause:
     return found or _anything(event)
 
 
+Rule = Callable[[Event], "Cause | None"]
+
+
+def _of_argument(rule: Callable[[Event, Operand], Cause | None]) -> Rule:
+    """Return a rule that looks at the first operand; it says nothing if none is known."""
+    return lambda event: rule(event, event.operands[0]) if event.operands else None
+
+
 # -- the forward pass and the loss -----------------------------------------------------------------
 
 
-def _logarithm(event: Event) -> Cause | None:
-    argument = _first(event)
+@_of_argument
+def _logarithm(event: Event, argument: Operand) -> Cause | None:
     name = event.operation
-    if argument is None:
-        return None
     if argument.low < 0:
         return Cause(
             f"{name} of a negative number (down to {argument.low:.4g})",
@@ -71,10 +80,8 @@ def _division(event: Event) -> Cause | None:
     )
 
 
-def _root(event: Event) -> Cause | None:
-    argument = _first(event)
-    if argument is None:
-        return None
+@_of_argument
+def _root(event: Event, argument: Operand) -> Cause | None:
     if argument.low < 0:
         why = f"{event.operation} of a negative number (down to {argument.low:.4g})"
     elif event.operation == "rsqrt" and argument.zeros:
@@ -85,7 +92,7 @@ def _root(event: Event) -> Cause | None:
 
 
 def _power(event: Event) -> Cause | None:
-    argument = _first(event)
+    argument = event.operands[0] if event.operands else None
     if argument is not None and event.content.nan and argument.low < 0:
         why = f"a fractional power of a negative number (down to {argument.low:.4g})"
         return Cause(why, "Take the power of the absolute value, or clamp it.")
@@ -94,10 +101,8 @@ def _power(event: Event) -> Cause | None:
     return _overflow(event)
 
 
-def _exponential(event: Event) -> Cause | None:
-    argument = _first(event)
-    if argument is None:
-        return None
+@_of_argument
+def _exponential(event: Event, argument: Operand) -> Cause | None:
     limit = torch.tensor(_largest(argument.dtype), device="cpu").log()
     return Cause(
         f"{event.operation} of up to {argument.high:.4g} overflowed: {argument.dtype} ends at "
@@ -106,7 +111,7 @@ def _exponential(event: Event) -> Cause | None:
     )
 
 
-def _overflow(event: Event) -> Cause | None:
+def _overflow(event: Event) -> Cause:
     high = max((max(-each.low, each.high) for each in event.operands), default=0.0)
     dtype = event.content.dtype
     half = "Run it in bfloat16 or float32, or scale its inputs down." if "16" in dtype else ""
@@ -117,10 +122,8 @@ def _overflow(event: Event) -> Cause | None:
     )
 
 
-def _cast(event: Event) -> Cause | None:
-    argument = _first(event)
-    if argument is None:
-        return None
+@_of_argument
+def _cast(event: Event, argument: Operand) -> Cause | None:
     high = max(-argument.low, argument.high)
     dtype = event.content.dtype
     return Cause(
@@ -138,10 +141,8 @@ def _softmax(event: Event) -> Cause | None:
     )
 
 
-def _domain(event: Event) -> Cause | None:
-    argument = _first(event)
-    if argument is None:
-        return None
+@_of_argument
+def _domain(event: Event, argument: Operand) -> Cause | None:
     return Cause(
         f"{event.operation} of numbers from {argument.low:.4g} to {argument.high:.4g}, outside of "
         "where it is finite",
@@ -168,7 +169,6 @@ def _anything(event: Event) -> Cause:
     return Cause(f"{name} makes {event.content.value} of finite numbers", "Look at this line.")
 
 
-Rule = Callable[[Event], "Cause | None"]
 FORWARD: dict[str, Rule] = {
     **dict.fromkeys(("log", "log2", "log10", "log1p", "xlogy", "special_xlogy"), _logarithm),
     **dict.fromkeys(("div", "divide", "true_divide", "reciprocal", "addcdiv"), _division),
@@ -212,20 +212,14 @@ def _steep(event: Event) -> Cause:
     )
 
 
-def _gradient_overflow(event: Event) -> Cause | None:
+def _gradient_overflow(event: Event) -> Cause:
     found = _overflow(event)
-    if found is None:
-        return None
     return Cause(f"in the gradient {found.why}", found.advice)
 
 
 BACKWARD: dict[str, Rule] = {
     **dict.fromkeys((*PRODUCTS, "_to_copy", "to_copy", "mul", "sum", "add"), _gradient_overflow),
 }
-
-
-def _first(event: Event) -> Operand | None:
-    return event.operands[0] if event.operands else None
 
 
 def _plain(operation: str) -> str:

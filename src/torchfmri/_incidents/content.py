@@ -1,8 +1,10 @@
 """What is not finite: in one tensor, and in the loss and gradients of a step.
 
-The norm of a gradient is NaN or infinite if any of its values is, and reading each gradient once
-is the cheapest exact test there is. A norm can also overflow by itself, so an alarm is checked
-value by value before anything is done about it.
+The guard reads `total_size` at every step, so it is one number in few launches, and nothing waits
+for it here. The norm of a gradient is NaN or infinite if any of its values is, and reading each
+gradient once is the cheapest exact test there is. A norm can also overflow by itself, so an alarm
+is checked value by value (`are_finite`) before anything is done about it. `readable` knows the
+kinds of tensors: a new one (another layout, eight bits) is added there.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchfmri._torch import norms
+from torchfmri._torch import local_part, norms
 
 MOST_ROWS = 65_536
-"""Where more rows than these are concerned, they are not listed."""
+"""Rows with non-finite values are listed only up to this number."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,10 @@ def readable(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.is_meta or tensor.is_quantized:
         return None
-    detached = tensor.detach()
-    local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
-    if local.is_nested:
-        local = local.values()
-    elif local.layout == torch.sparse_coo:
-        local = local.coalesce().values()
-    elif local.layout != torch.strided:
+    local = local_part(tensor)
+    if local.layout == torch.sparse_coo:
+        local = local.coalesce()
+    if local.is_nested or local.layout != torch.strided:
         local = local.values()
     if local.numel() == 0:
         return None

@@ -1,4 +1,10 @@
-"""Events: operations whose result is not finite, each with those that its inputs come from."""
+"""Events: operations whose result is not finite, each with those that its inputs come from.
+
+`trace` makes them in the order of the step, `trace_back` walks from the loss to what began it,
+`report` and `causes` put it into words. NaN is followed before infinities, because -inf is often
+meant (a mask) and NaN never is. Events hold numbers and names, no tensors: a whole step of them is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", 
 
 
 class EventPlace(NamedTuple):
-    """Where an operation was run.
+    """The place where an operation was run.
 
     Attributes:
         phase: The part of the step.
@@ -39,7 +45,7 @@ class Operand(NamedTuple):
     """A finite input of an operation that made something non-finite.
 
     Attributes:
-        made_by: The operation whose result it is; empty where that is not known.
+        made_by: The operation whose result it is; empty if that is not known.
         low: Its smallest value.
         high: Its largest value.
         zeros: How many of its values are 0.
@@ -63,8 +69,8 @@ class Event:
             "buffer" of the model, "data" of the batch, any other tensor from "outside".
         operation: Such as "log"; in a backward pass the operation whose gradient it computes.
         name: The name of the parameter or buffer, or the path of the data in the batch.
-        place: Where it was run.
-        content: What is not finite in it.
+        place: The phase, layer and line that ran it.
+        content: The non-finite values of its result.
         parents: The events that its non-finite inputs come from.
         operands: Its finite inputs, where nothing else explains it.
     """
@@ -83,9 +89,9 @@ class Lineage(NamedTuple):
     """How something non-finite came about.
 
     Attributes:
-        root: What began it.
+        root: The event that began it.
         birth: Where NaN first appeared on the way, if something else (an infinity) began it.
-        trouble: What was reached: the loss, or a gradient.
+        trouble: The event that it led to: the loss, or a gradient.
     """
 
     root: Event
@@ -131,6 +137,7 @@ def is_on_purpose(event: Event) -> bool:
 
 
 def _roots(event: Event) -> Iterator[Event]:
+    """Yield, once each, the events behind one that began by themselves or overflowed anew."""
     seen: set[int] = set()
     waiting = [event]
     while waiting:

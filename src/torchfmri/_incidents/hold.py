@@ -1,16 +1,17 @@
 """Holds a step before the optimizer applies something non-finite.
 
-`raise` and `skip` hold: one number is read before the optimizer steps, and the processes agree.
-`continue` never waits for a device: the number is read once it has arrived.
+The Monitor calls it around each step. `raise` and `skip` hold: one number is read before the
+optimizer steps, and the processes agree. `continue` never waits for a device: the number is read
+once it has arrived. A step is left out by taking the gradients away until the optimizer has passed,
+since an optimizer skips a parameter without one. They are given back whatever happens. A GradScaler
+leaves steps out by itself, which is ordinary unless it goes on.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,14 +22,13 @@ from torchfmri._incidents.agreement import any_is_bad, any_is_true
 from torchfmri._incidents.content import are_finite, gradients_of, total_size
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
-from torchfmri._incidents.seen_step import SeenStep, StepWatch
-from torchfmri._model import kept_whole
+from torchfmri._incidents.seen_step import SeenStep, StepMemory
+from torchfmri._model import StepCalls, kept_whole
 from torchfmri._records import Finding, alarm
-from torchfmri._torch import Deferred
-from torchfmri.exceptions import NonFiniteWarning
+from torchfmri._torch import Deferred, is_compiled_in_place
 
 SKIPS = 16
-"""A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""
+"""After this many skipped steps in a row a GradScaler is down from 65,536 to 1: an alarm."""
 
 
 class _PendingStep(NamedTuple):
@@ -43,20 +43,21 @@ class Hold:
     """Looks at each step before the optimizer applies it.
 
     Args:
-        subject: What is held.
+        calls: Of the model and of the loss module.
+        subject: The model that is guarded.
         action: What to do about a non-finite step.
-        options: What to keep of it.
+        options: Which incidents to look into and to write.
 
     Attributes:
         action: What to do about a non-finite step.
     """
 
-    def __init__(self, subject: IncidentSubject, action: Action, options: Incidents) -> None:
-        self._scaler, self.action = subject.scaler, action
+    def __init__(
+        self, calls: StepCalls, subject: IncidentSubject, action: Action, options: Incidents
+    ) -> None:
+        self._calls, self.action = calls, action
         self._aftermath = Aftermath(subject, action, options)
-        self._watch = StepWatch(
-            subject.model, subject.loss, subject.scaler, self._entered, subject.failed
-        )
+        self._memory = StepMemory(calls, self._left_out, subject.failed)
         self._number = 0
         self._was_bad = self._stepped = self._is_known = False
         self._skips = 0
@@ -72,36 +73,30 @@ class Hold:
 
     def attach(self) -> None:
         """Begin to see the model's calls; safe to call twice."""
-        self._watch.attach()
+        # A hook on a module that was compiled in place would have it compiled again.
+        if not is_compiled_in_place(self._calls.model):
+            self._calls.attach(self._memory)
 
     def detach(self) -> None:
         """Take everything off again; safe to call twice."""
         self._restore()
-        self._watch.detach()
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Ignore calls of the model in this block: they are not those of the step."""
-        self._watch.is_resting = True
-        try:
-            yield
-        finally:
-            self._watch.is_resting = False
+        self._calls.detach(self._memory)
+        self._memory.step = SeenStep()
 
     def begin(self, number: int) -> None:
         """Begin a step."""
         self._restore()
         self._number, self._stepped, self._is_known = number, False, False
-        self._watch.begin()
+        self._memory.begin()
 
     def tell_loss(self, loss: Any) -> None:
         """Take the loss that the user tells."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._watch.step.told_losses.append(loss)
+            self._memory.step.told_losses.append(loss)
 
     def tell_batch(self, batch: Any) -> None:
         """Take the batch that the user tells."""
-        self._watch.tell_batch(batch)
+        self._memory.tell_batch(batch)
 
     def end(self) -> None:
         """End the step; if the optimizer has not stepped, the scaler has left it out.
@@ -109,7 +104,7 @@ class Hold:
         Raises:
             NonFiniteError: As `check`.
         """
-        if not self._stepped and self._watch.ended_without_optimizer():
+        if not self._stepped and self._calls.scaler_went_on():
             self._left_out_by_scaler()
 
     def after_update(self) -> None:
@@ -124,9 +119,9 @@ class Hold:
         Raises:
             NonFiniteError: They are not finite, and the action is to raise.
         """
-        seen, self._stepped = self._watch.step, True
-        self._watch.notice_overwriting()
-        # A fused optimizer that divides by the scale itself also leaves such a step out itself.
+        seen, self._stepped = self._memory.step, True
+        self._memory.notice_overwriting()
+        # A fused optimizer that divides by the scale leaves a bad step out by itself.
         leaves_out = getattr(optimizer, "grad_scale", None) is not None
         gradients = [] if leaves_out else gradients_of(optimizer)
         number = total_size(seen.known_losses, gradients)
@@ -163,16 +158,16 @@ class Hold:
             return number is not None and not number.isfinite() and not are_finite(tensors)
         return any_is_bad(number) and any_is_true(not are_finite(tensors))
 
-    def _entered(self) -> None:
-        if self._watch.was_skipped() and not self._stepped:
+    def _left_out(self) -> None:
+        if not self._stepped:
             try:
                 self._left_out_by_scaler()
             finally:
-                self._watch.begin()
+                self._memory.begin()
 
     def _left_out_by_scaler(self) -> None:
         """Look at a step that the GradScaler left out; that is ordinary unless it goes on."""
-        seen = self._watch.step
+        seen = self._memory.step
         bad = self._skips_again(True) or not are_finite(seen.known_losses)
         if bad if self.action == "continue" else any_is_true(bad):
             self._happened(seen)
@@ -182,6 +177,7 @@ class Hold:
         return self._skips >= SKIPS
 
     def _happened(self, seen: SeenStep) -> None:
+        """Look into a bad step, with the buffers as they were before it."""
         # A second optimizer of the same step finds the same loss.
         goes_on = self._is_known or (self._was_bad and self.action == "continue")
         self._was_bad = self._is_known = True
@@ -200,17 +196,14 @@ class Hold:
         Returns a function that undoes this, and the buffers that are no longer finite: all of them
         if the step is applied, else those that were not copied.
         """
-        buffers = self._watch.buffers
+        buffers = self._memory.buffers
         try:
             spoilt = buffers.spoilt()
             put_back = buffers.restore()
             return put_back, spoilt if self.action == "continue" else buffers.spoilt()
         except Exception as error:  # the step is held all the same
-            warnings.warn(
-                f"torchfmri: The buffers could not be put back: {type(error).__name__}: {error}",
-                NonFiniteWarning,
-                stacklevel=2,
-            )
+            reason = f"{type(error).__name__}: {error}"
+            self._aftermath.warn(f"The buffers could not be put back: {reason}")
             return lambda: None, []
 
     # -- leaving a step out ------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""An incident: a step with non-finite values, and the part of it that each process keeps."""
+"""An incident: a step with non-finite values, and the part of it that each process keeps.
+
+`Incident` is public (`monitor.incidents`); `IncidentPart` is what `stored_incident` writes and
+reads, and what a replay runs.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +56,9 @@ class IncidentPart:
         step: The number of the step.
         finding: What this process found.
         calls: The calls of the model, one per micro-batch.
-        told: The batch that the user told the Monitor of; None where it was not told.
+        told: The batch that the user told the Monitor of; None if it was not told.
         about: The action, the scaler's state, compiled or not, norms of the weights.
-        weights: Name -> tensor; None where they were not asked for.
+        weights: Name -> tensor; None if they were not asked for.
         identity: The identity of the incident, the same in all of its parts.
         notes: What is odd about the folder that it was read from.
     """

@@ -1,4 +1,10 @@
-"""The folders of incidents: their names, and which one is meant."""
+"""The folders of incidents: their names, and which one is meant.
+
+`stored_incident` reads and writes inside these folders; `aftermath` asks for a free one. The names
+(`step-000012-2`, `rank-0`) are those of folders on people's disks: they stay. Links are not
+followed, because a folder may come from elsewhere. If parts are missing, it raises: another
+incident must not be shown in the place of the one that was named.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ def find_incident(folder: Path) -> Path:
 
     Raises:
         FileFormatError: Its parts are missing.
-        InspectionError: There is none.
+        InspectionError: There is no incident in this folder.
     """
     if not folder.is_dir():
         raise InspectionError(f"There is no folder {str(folder)!r}.")
@@ -59,7 +65,7 @@ def _refuse_without_parts(folder: Path) -> None:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Step and number of an incident; what has another name comes before all of them."""
+    """Return step and number of an incident, to sort by; another name comes before all of them."""
     matched = _STEP.fullmatch(name)
     return (int(matched[1]), int(matched[2] or 1), name) if matched else (-1, 0, name)
 
@@ -71,7 +77,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether it is a folder itself, no link to one."""
+    """Whether a path is a folder itself, no link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:

@@ -1,4 +1,10 @@
-"""One call of a model in a training step: enough of it to run it again."""
+"""One call of a model in a training step: enough of it to run it again.
+
+`seen_step` remembers calls, `redone_step` and `replay_run` run them. A call holds the batch by
+reference, which costs nothing at ordinary steps; so the versions of its tensors are kept too, which
+tell if the loop wrote into its batch. A call whose data `was_written` must not be believed when it
+is run again. `to_data` and `from_data` are a stored format.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import RandomState, copy_of_data, random_state, runnable
+from torchfmri._model import RandomState, copy_of_data, device_of, random_state, runnable
 from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
 
@@ -50,7 +56,7 @@ class ModelCall:
         is_copy: Whether the arguments are copies, which nobody else writes into.
         is_written_by_model: Whether the model wrote into its arguments while it ran.
         outputs: Path -> storage of what was returned, until the loss has been seen.
-        loss_arguments: What the loss module was called with; None where it was not seen, or holds
+        loss_arguments: What the loss module was called with; None if it was not seen, or holds
             something computed from the output that cannot be told.
         targets: Name -> what else the loss is computed from, as the user told it.
     """
@@ -193,7 +199,7 @@ def call_of(
         keywords: The keyword arguments.
         copy: Whether to copy the tensors among them, because somebody writes into them.
     """
-    devices = dict.fromkeys(["cpu", next((p.device.type for p in model.parameters()), "cpu")])
+    devices = dict.fromkeys(["cpu", device_of(model).type])
     states = tuple(
         Autocast(
             device,

@@ -1,7 +1,8 @@
 """The arrays of an incident of version 0.1: an `.npz` file of bytes, as `numpy.savez` writes it.
 
-The zip file is read by hand: its entries are not compressed and follow each other, and each is an
-array of bytes. Anything else is refused, so that a small file cannot stand for a large one.
+`stored_data` reads with it what no version writes any more; nothing needs to be added. The zip file
+is read by hand: its entries are not compressed and follow each other, and each is an array of
+bytes. Anything else is refused, so that a small file cannot stand for a large one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Options for steps with non-finite values."""
+"""Options for steps with non-finite values.
+
+`Incidents` is public and the Monitor's `incidents=`. A new option needs a check here, a line in the
+documentation, and its effect in `aftermath`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from torchfmri._arguments import check_flag, check_folder, check_number
-from torchfmri.exceptions import InspectionError
+from torchfmri._arguments import check_flag, check_folder, check_number, require
 
 Action: TypeAlias = Literal["raise", "skip", "continue"]
 
@@ -49,12 +52,11 @@ def check_action(action: Any) -> Action | None:
     Raises:
         InspectionError: It is not.
     """
-    known = get_args(Action)
-    if action is not None and action not in known:
-        raise InspectionError(
-            f"on_nonfinite={action!r}: 'raise' stops training before the step is applied, 'skip' "
-            "leaves the step out, 'continue' only reports it."
-        )
+    meaning = (
+        "'raise' stops training before the step is applied, 'skip' leaves the step out, 'continue' "
+        "only reports it"
+    )
+    require(action in (None, *get_args(Action)), "on_nonfinite", action, meaning)
     found: Action | None = action
     return found
 
@@ -66,8 +68,7 @@ def check_incidents(given: Any) -> Incidents:
         InspectionError: It is something else, or one of its numbers makes no sense.
     """
     options = Incidents(given) if given is None or isinstance(given, (str, Path)) else given
-    if not isinstance(options, Incidents):
-        raise InspectionError(f"incidents={given!r} is neither a folder nor torchfmri.Incidents.")
-    if options.steps < 1 or options.most < 1:
-        raise InspectionError(f"{options}: steps and most are at least 1.")
+    meaning = "that is neither a folder nor torchfmri.Incidents; give one of them"
+    require(isinstance(options, Incidents), "incidents", given, meaning)
+    require(options.most > 0, "incidents", given, "give most, which is at least 1 here")
     return options

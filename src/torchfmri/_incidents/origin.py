@@ -1,9 +1,16 @@
-"""The origin of the first non-finite value of a training step, found by running it again."""
+"""The origin of the first non-finite value of a training step, found by running it again.
+
+`redone_step` and `diagnose` run a bad step through it. The model is run eagerly, inside `unchanged`
+and with `.grad` put aside, tens of times slower than plain. `_call` must stay a function of its
+own: its code object tells the user's frames from ours. The user's own check may raise because of
+the NaN; the latest event then says what it saw.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +31,6 @@ def find_origin(
     *,
     step: int | None = None,
     after_update: bool = False,
-    backward: bool = True,
     data: Any = None,
 ) -> Finding | None:
     """Find what made the first non-finite value in the loss or a gradient; None if none is.
@@ -43,7 +49,6 @@ def find_origin(
         step: The number of the step, for the finding.
         after_update: Whether the optimizer has stepped before, from finite gradients: non-finite
             weights are then the work of that step (`nonfinite_update`).
-        backward: Whether to look at the backward pass.
         data: All that the step is given, where that is more than the batch (targets).
 
     Returns:
@@ -53,14 +58,14 @@ def find_origin(
         `count`, `element` (index of the first one) and, where they are known, `rows` (of the
         batch), `parameter`, `dtype`.
     """
-    trouble, bad = _trace_step(run, model, batch if data is None else data, backward)
+    trouble, bad = _trace_step(run, model, batch if data is None else data)
     if trouble is None:
         return None
     return report(trace_back(trouble), Context(batch, step, after_update, tuple(bad)))
 
 
 def _trace_step(
-    run: Callable[[], Any], model: nn.Module, batch: Any, backward: bool
+    run: Callable[[], Any], model: nn.Module, batch: Any
 ) -> tuple[Event | None, list[str]]:
     """Return the event that reached the loss or a gradient, and the parameters bad before."""
     outputs: list[Tensor] = []
@@ -77,9 +82,9 @@ def _trace_step(
                 with trace:
                     loss = loss_in(_call(run))
                     trouble = _trouble(trace, loss, outputs)
-                    if trouble is None and _can_go_back(loss, trace, backward):
-                        assert loss is not None
-                        _call(lambda: run_backward(loss, model.parameters()))
+                    found = trouble is not None or trace.ran_backward
+                    if not found and loss is not None and loss.requires_grad:
+                        _call(partial(run_backward, loss, model.parameters()))
             except Exception:
                 # The user's own check has stopped the step: what it saw is what we look for.
                 if trace.latest is None or not trace.latest.content.nan:
@@ -104,10 +109,6 @@ def _trouble(trace: OperationTrace, loss: Tensor | None, outputs: list[Tensor]) 
         if event is not None and not is_on_purpose(event):
             return event
     return None
-
-
-def _can_go_back(loss: Tensor | None, trace: OperationTrace, wanted: bool) -> bool:
-    return wanted and loss is not None and loss.requires_grad and not trace.ran_backward
 
 
 def _listening(

@@ -1,4 +1,10 @@
-"""A step that went wrong, run again to find the origin; and what is known without that."""
+"""A step that went wrong, run again to find the origin; and what is known without that.
+
+`aftermath` runs it in the middle of training, `replay_run` from a folder. Losses are multiplied by
+the scale that they had, because an overflow may come from it. If the model is finite when it is run
+again, the finding says so and does not guess: compiled code, unknown targets and overwritten data
+each have a message of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,7 @@ from torchfmri._incidents.origin import find_origin
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
 from torchfmri._model import loss_in
 from torchfmri._records import Finding, alarm
+from torchfmri._text import listed
 from torchfmri._torch import flatten, nodes_behind
 
 _MOST_NAMES = 4
@@ -51,7 +58,7 @@ class BadStep:
 
 
 def redo(step: BadStep, model: nn.Module, loss: Callable[..., Any] | None) -> Finding | None:
-    """Return the origin, found by calling the model again; None where the calls turn out finite.
+    """Return the origin, found by calling the model again; None if the calls turn out finite.
 
     Args:
         step: What is known of it.
@@ -74,7 +81,7 @@ def depends_on_batch(finding: Finding) -> bool:
 def redo_call(
     step: BadStep, call: ModelCall, model: nn.Module, loss: Callable[..., Any] | None
 ) -> Finding | None:
-    """Return the origin in one call of the model; None where it turns out finite."""
+    """Return the origin in one call of the model; None if it turns out finite."""
 
     def search(run: Callable[[], Any]) -> Finding | None:
         return find_origin(
@@ -155,7 +162,7 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
 
     Args:
         step: What is known of it.
-        reason: Why the model was not called again; empty where it was, and was finite.
+        reason: Why the model was not called again; empty if it was, and was finite.
         compiled: Whether the model is compiled.
         is_written: Whether the step is written to a folder.
     """
@@ -179,9 +186,8 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
         )
     names = list(step.gradients)
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in reversed(names)))
-    listed = ", ".join(map(repr, names[-_MOST_NAMES:][::-1]))
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
+    named = listed(names[::-1], _MOST_NAMES)
+    text = f"The gradients of {named} are not finite at step {step.number}.{remark}"
     return alarm(
         "nonfinite_backward",
         layers=layers[:1],
@@ -193,6 +199,7 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
 
 
 def _why_no_origin(step: BadStep, reason: str, written: ModelCall | None, compiled: bool) -> str:
+    """Return a sentence that says why the origin is not known."""
     remark = f" The origin was not looked for: {reason}." if reason else ""
     if written is not None:
         who = "by the model" if written.is_written_by_model else "after the model had returned"
@@ -207,7 +214,7 @@ def _why_no_origin(step: BadStep, reason: str, written: ModelCall | None, compil
 
 
 def _not_known(step: BadStep) -> str:
-    """Return what cannot be told of a step whose model is finite by itself."""
+    """Return why the origin is unknown if the model is finite when it is run again."""
     if all(call.loss_arguments is not None for call in step.calls):
         return "Operations that are not deterministic may differ from call to call."
     targets = "" if step.batch is not None else ", or in targets that the Monitor was not told of"
@@ -218,7 +225,7 @@ def _not_known(step: BadStep) -> str:
 
 
 def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
-    """Return the finding about the first bad value of the batch; None if there is none."""
+    """Return the finding about the first bad value of the batch; None if all are finite."""
     calls = [each for call in step.calls for each in flatten(call.data)]
     known = {id(each.tensor) for each in calls} if was_called else set()
     for path, tensor in (*calls, *_told_data(step.batch)):

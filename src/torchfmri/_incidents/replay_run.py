@@ -1,10 +1,16 @@
-"""Run a stored step again, and narrow it down to sample, layer, operation and line."""
+"""Run a stored step again, and narrow it down to sample, layer, operation and line.
+
+`torchfmri replay` calls it. The folder may be somebody else's and the model another than then:
+weights are compared by their norms, and what differs is a note in the result, not an error. Without
+a model the finding is shown as it was written.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +50,7 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as plain data, for JSON."""
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "was_run": self.was_run,
-            "finding": self.finding.to_dict(),
-            "notes": list(self.notes),
-        }
+        return {**vars(self), "finding": self.finding.to_dict(), "notes": list(self.notes)}
 
     def text(self) -> str:
         """Return the outcome in words."""
@@ -77,7 +77,7 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
 
     Raises:
         FileFormatError: It is damaged, or is not what was written.
-        InspectionError: There is none, or it cannot be run.
+        InspectionError: There is no incident, or it cannot be run.
     """
     part = read_part(check_path("folder", folder), rank, with_data=subject is not None)
     if subject is None:
@@ -152,7 +152,7 @@ def _scale(part: IncidentPart) -> float:
 def _loss_for(
     subject: Subject, call: ModelCall, told: Any, notes: list[str]
 ) -> Callable[..., Any] | None:
-    """Return the loss to call after the model, with its arguments of then if they are known."""
+    """Return the loss to call after the model, with its old arguments if they are known."""
     loss = subject.loss
     if loss is None or call.loss_arguments is not None:
         return loss if callable(loss) else None
@@ -166,11 +166,11 @@ def _loss_for(
         )
         return None
     if not pairs:
-        return _OfOutput(loss, None)
+        return partial(_loss_of_output, loss, None)
     device = device_of(subject.model)
     moved = map_tensors(target, lambda tensor: tensor.to(device))
     call.targets = {name: moved}
-    return _OfOutput(loss, moved)
+    return partial(_loss_of_output, loss, moved)
 
 
 def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
@@ -187,7 +187,7 @@ def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
     left = {key: value for key, value in named.items() if not _is_among(value, fed)}
     if len(left) == 1 or (left and not isinstance(told, Mapping)):
         return list(left.items())[-1]
-    # Of several the one with a usual name; where the input is the target, all were fed.
+    # Among several, a usual name decides. An autoencoder was fed all: its input is the target.
     known = [(key, value) for key, value in (left or named).items() if key.lower() in TARGET_NAMES]
     return known[0] if len(known) == 1 else ("", None)
 
@@ -206,16 +206,11 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-class _OfOutput:
-    """A loss of the model's output, and of a target if there is one."""
-
-    def __init__(self, loss: Callable[..., Any], target: Any) -> None:
-        self._loss, self._target = loss, target
-
-    def __call__(self, output: Any) -> Any:
-        if loss_in(output) is not None:
-            return output
-        return self._loss(output) if self._target is None else self._loss(output, self._target)
+def _loss_of_output(loss: Callable[..., Any], target: Any, output: Any) -> Any:
+    """Return the output's own loss, or the loss of it, and of a target if there is one."""
+    if loss_in(output) is not None:
+        return output
+    return loss(output) if target is None else loss(output, target)
 
 
 def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
@@ -231,6 +226,7 @@ def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
 
 
 def _not_reproduced(part: IncidentPart, ran_loss: bool) -> Finding:
+    """Return the finding about a step that is finite when run again, with the likely reason."""
     if part.about.get("batch_was_written"):
         why = (
             "The batch was written into after the model was called, so the one in the folder is "

@@ -1,4 +1,10 @@
-"""The finding that names what began a lineage of non-finite values."""
+"""The finding that names what began a lineage of non-finite values.
+
+`origin` and `redone_step` ask `report`; `aftermath` adds when bad weights were made. The keys of
+`evidence` are documented with `find_origin` and stored in incidents; sentences may change, but a
+test compares many of them. A sample is named only where rows of a result belong to rows of the
+batch beyond doubt.
+"""
 
 from __future__ import annotations
 
@@ -244,6 +250,7 @@ def _short(line: SourceLine) -> str:
 
 
 def _evidence(root: Event, rows: tuple[int, ...]) -> dict[str, Any]:
+    """Return the numbers behind a finding; `find_origin` documents the keys."""
     content, line = root.content, root.place.line
     found: dict[str, Any] = {
         "operation": root.operation,

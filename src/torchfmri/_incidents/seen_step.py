@@ -1,27 +1,23 @@
-"""What is remembered of the current step in case it goes wrong, and the hooks that see it."""
+"""What is remembered of the current step in case it goes wrong.
+
+`Hold` owns one `StepMemory`. It listens at every step of a training, so nothing here waits for a
+device, and tensors are kept by reference; graphs of earlier micro-batches are released, or their
+activations stay in memory. Once a loop was seen to write into its batch, batches are copied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.model_call import ModelCall, call_of, versions
-from torchfmri._model import loss_in, unwrap
-from torchfmri._torch import (
-    Hook,
-    gradient_scale_version,
-    infers_shapes,
-    is_compiled_in_place,
-    scaler_went_on,
-)
-from torchfmri.exceptions import MEANT_FOR_THE_USER
+from torchfmri._model import CallListener, StepCalls, loss_in, unwrap
 
 MOST_CALLS = 64
-"""Of a step with more micro-batches the latest are remembered."""
+"""The most micro-batches of a step that are remembered; of more, only the latest."""
 
 
 class SeenStep:
@@ -33,7 +29,6 @@ class SeenStep:
         told_losses: The losses that the user told.
         told_batch: The batch that the user told.
         told_call: The call that this batch is for, in case that none is seen.
-        scale_version: The version of the GradScaler's scale when the step began.
     """
 
     def __init__(self) -> None:
@@ -42,11 +37,10 @@ class SeenStep:
         self.told_losses: list[Tensor] = []
         self.told_batch: Any = None
         self.told_call: ModelCall | None = None
-        self.scale_version: int | None = None
 
     @property
     def kept_calls(self) -> list[ModelCall]:
-        """The calls to write down: those that were seen, else the one that was told of."""
+        """The calls to write down: the ones that were seen, else the one of the told batch."""
         return self.calls or ([self.told_call] if self.told_call is not None else [])
 
     @property
@@ -66,76 +60,39 @@ class SeenStep:
         return self.told_losses or self.losses
 
 
-class StepWatch:
-    """Hooks on the model and the loss module that fill a `SeenStep`.
+class StepMemory(CallListener):
+    """Fills a `SeenStep` with what `StepCalls` tells.
 
     Args:
-        model: The model as it is trained.
-        loss: The loss module, or None.
-        scaler: The GradScaler, or None.
-        entered: Called when the model is about to run.
-        failed: Told of our own failures.
+        calls: Of the model and of the loss module.
+        left_out: Called when the GradScaler went on without the optimizer.
+        failed: Called with an error of ours.
 
     Attributes:
         step: The step under way.
-        is_resting: Whether calls do not count: they are ours.
         buffers: The buffers of the model, as they were before the step.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: nn.Module | None,
-        scaler: Any,
-        entered: Callable[[], None],
+        calls: StepCalls,
+        left_out: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self.step, self.is_resting = SeenStep(), False
-        self._model, self._loss, self._scaler = model, loss, scaler
-        self._entered, self._stop = entered, failed
-        self._handles: list[Any] = []
+        self.step = SeenStep()
+        self.left_out, self.failed = left_out, failed
+        self._calls = calls
         self._copies = False  # whether batches are written into, so that references do not do
-        self.buffers = Buffers(unwrap(model))
+        self.buffers = Buffers(unwrap(calls.model))
 
     def begin(self) -> None:
         """Begin a step."""
         self.step = SeenStep()
         self.buffers.keep()
 
-    def attach(self) -> None:
-        """Put the hooks on; safe to call twice."""
-        # A hook on a module that was compiled in place would have it compiled again.
-        if self._handles or is_compiled_in_place(self._model):
-            return
-        model, loss, failed = self._model, self._loss, self._failed
-        before, after = Hook(self._enter, model, failed), Hook(self._leave, model, failed)
-        self._handles += [
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after),
-        ]
-        if loss is not None:
-            seen = Hook(self._leave_loss, loss, failed)
-            self._handles.append(loss.register_forward_hook(seen))
-
-    def detach(self) -> None:
-        """Take the hooks off, and forget the step; safe to call twice."""
-        while self._handles:
-            self._handles.pop().remove()
-        self.step = SeenStep()
-
     def notice_overwriting(self) -> None:
         """Copy batches from now on, if somebody has written into those of this step."""
         self._copies = self._copies or any(call.overwritten for call in self.step.calls)
-
-    def was_skipped(self) -> bool:
-        """Whether the scaler has gone on to the next step without the optimizer."""
-        version = self.step.scale_version
-        return version is not None and gradient_scale_version(self._scaler) != version
-
-    def ended_without_optimizer(self) -> bool:
-        """Whether the scaler has made its step; if the optimizer has not, it was left out."""
-        version = self.step.scale_version
-        return version is not None and scaler_went_on(self._scaler, version)
 
     def tell_batch(self, batch: Any) -> None:
         """Take the batch of the step that the user tells."""
@@ -143,44 +100,33 @@ class StepWatch:
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
         keywords = dict(batch) if isinstance(batch, Mapping) else {}
         arguments = () if keywords else (batch[0] if is_pair else batch,)
-        self.step.told_call = call_of(self._model, arguments, keywords)
+        self.step.told_call = call_of(self._calls.model, arguments, keywords)
         self.step.told_call.given = versions(batch)
 
-    def _failed(self, error: Exception) -> None:
-        if isinstance(error, MEANT_FOR_THE_USER):
-            raise error
-        self._stop(error)
+    # -- the calls of the step ---------------------------------------------------------------
 
-    def _counts(self) -> bool:
-        """Whether a call is part of the step: not ours, no evaluation, no search for shapes."""
-        return not self.is_resting and torch.is_grad_enabled() and not infers_shapes()
-
-    def _enter(self, _: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        if not self._counts():
-            return
-        self._entered()
-        if self._scaler is not None and self.step.scale_version is None:
-            self.step.scale_version = gradient_scale_version(self._scaler)
+    def entered(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Remember a call of the model before it runs."""
         if not self.step.calls:  # something may have run since the step began
             self.buffers.keep_if_written()
         self.step.release_graphs()
-        self.step.calls.append(call_of(self._model, arguments, keywords, self._copies))
+        self.step.calls.append(call_of(self._calls.model, arguments, keywords, self._copies))
         del self.step.calls[:-MOST_CALLS]
 
-    def _leave(self, _: nn.Module, __: object, output: Any) -> None:
-        if not self._counts() or not self.step.calls:
+    def left(self, keywords: Mapping[str, Any], output: Any) -> None:
+        """Remember what the model returned, as far as it leads to the loss."""
+        if not self.step.calls:
             return
         self.step.calls[-1].ended()
-        if self._loss is not None:
+        if self._calls.loss is not None:
             self.step.calls[-1].returned(output)
             return
         loss = loss_in(output)
         if loss is not None and loss.requires_grad:
             self.step.losses.append(loss)
 
-    def _leave_loss(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if not self._counts():
-            return
+    def left_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
+        """Remember what the loss module made of it."""
         if self.step.calls:
             self.step.calls[-1].reached_loss(arguments)
         if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:

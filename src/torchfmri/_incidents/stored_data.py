@@ -1,8 +1,10 @@
 """Nested data with tensors as sealed JSON and a file of tensors, without pickle.
 
-The structure becomes JSON with a checksum. Each tensor becomes bytes in a safetensors file under a
-number; the JSON says of which dtype and shape it is, and has the size and checksum of that file.
-Version 0.1 wrote JSON without a checksum and an `.npz` file; both can still be read.
+`stored_incident` keeps calls and weights with it. The structure becomes JSON with a checksum. Each
+tensor becomes bytes in a safetensors file under a number; the JSON says of which dtype and shape it
+is, and has the size and checksum of that file. Version 0.1 wrote JSON without a checksum and an
+`.npz` file; both must still be read. Each tensor can be taken once, so that a small file cannot
+become much memory. What cannot be kept (a KV cache) is named in its place, never dropped.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from torchfmri._files import (
     read_regular,
     read_tensors,
     seal,
+    shape_of,
     unseal,
     write_tensors,
 )
 from torchfmri._incidents.old_arrays import read_arrays
+from torchfmri._torch import local_part
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 JSON_BYTES = 64 << 20
@@ -116,6 +120,7 @@ def omissions(data: Any) -> list[str]:
 
 
 def _encode(value: Any, arrays: list[Bytes], levels: int) -> Any:
+    """Return a value in JSON's types; its tensors go to the end of `arrays`."""
     if isinstance(value, Tensor):
         return _encode_tensor(value, arrays)
     if isinstance(value, Omitted):
@@ -142,15 +147,14 @@ def _encode(value: Any, arrays: list[Bytes], levels: int) -> Any:
 
 
 def _can_be_kept(value: Any) -> bool:
-    """Whether JSON holds it as it is: only valid Unicode and integers that JSON can hold."""
+    """Whether JSON holds a value as it is: of texts only Unicode, of integers only 64 bits."""
     if isinstance(value, str):
         return value.encode(errors="ignore").decode() == value
     return not isinstance(value, int) or abs(value) < 1 << 64
 
 
 def _encode_tensor(tensor: Tensor, arrays: list[Bytes]) -> Any:
-    detached = tensor.detach()
-    local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
+    local = local_part(tensor)
     if local.is_nested or local.is_quantized or local.is_meta:
         return {"omitted": f"{type(tensor).__name__} ({local.layout})"}
     dense = (local.to_dense() if local.layout != torch.strided else local).cpu().contiguous()
@@ -199,18 +203,14 @@ class _Decoder:
         raise self._damage(f"{kind[:40]!r} of {repr(inner)[:80]} is not a value")
 
     def _tensor(self, value: Mapping[str, Any]) -> Tensor:
+        """Return a tensor in memory of its own, and strike it off: it can be taken once."""
         name, dtype, shape = value["tensor"], value["dtype"], value["shape"]
         if not isinstance(name, str) or name not in self._arrays:
             raise self._damage(f"there is no tensor {str(name)[:40]!r}, or it is taken twice")
         content = self._arrays.pop(name)
         if not isinstance(dtype, str) or dtype not in _DTYPES or _WITHOUT_BYTES.fullmatch(dtype):
             raise self._damage(f"{str(dtype)[:40]!r} is not a dtype of a tensor")
-        if not isinstance(shape, list) or len(shape) > 64:
-            raise self._damage("a tensor's shape is not a list of at most 64 numbers")
-        if any(type(number) is not int or not 0 <= number < 1 << 40 for number in shape):
-            raise self._damage(f"{str(shape)[:80]} is not a shape")
-        if math.prod(max(number, 1) for number in shape) >= 1 << 40:
-            raise self._damage(f"{str(shape)[:80]} is an absurd shape")
+        shape = shape_of(shape, f"{self._where}, tensor {name!r}", most=64)
         found = _DTYPES[dtype]
         if content.ndim != 1 or len(content) != math.prod(shape) * found.itemsize:
             raise self._damage(f"tensor {name!r} has {content.size:,} bytes, not {dtype} {shape}")

@@ -10,9 +10,13 @@
             history.jsonl    statistics of the last steps
             weights.json .safetensors    only if asked for
 
+`aftermath` writes with `write_part` and `write_summary`, `replay_run` reads with `read_part`. The
+names of files and keys above are a stored format, and version 0.1 must still be read (`_OLD`).
+
 A part is written under another name and renamed when it is complete and on the disk. Its
 `part.json` is written last and lists the others; it and `incident.json` carry the identity of the
-incident. So no file can stand in for one of another incident. There is no pickle among them.
+incident. So no file can stand in for one of another incident. There is no pickle among them. A
+file that is damaged and not needed for what was asked is a note; one that is needed raises.
 """
 
 from __future__ import annotations
@@ -121,7 +125,7 @@ def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) 
 
     Raises:
         FileFormatError: A file of it is damaged, or is not what was written.
-        InspectionError: There is none.
+        InspectionError: There is no incident, or no part of this process.
     """
     found = find_incident(folder)
     ranks = ranks_of(found)
@@ -199,7 +203,7 @@ def _open_part(
 
 
 def _check_listing(identity: Any, files: Any) -> None:
-    """Raise where a part does not say which incident and which files it belongs to."""
+    """Raise if a part does not say which incident and which files it belongs to."""
     if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
         raise FileFormatError(_PART, "it does not say to which incident it belongs")
     if not is_listing(files) or not files.keys() >= set(_DATA[:2]):
@@ -254,7 +258,7 @@ def _checked_finding(data: Any) -> Finding:
 
 
 def _check_about(about: Mapping[str, Any]) -> None:
-    """Raise where something is not of the kind that a replay counts on."""
+    """Raise if something is not of the kind that a replay counts on."""
     norms, scaler = about.get("norms") or {}, about.get("scaler") or {}
     if not isinstance(norms, dict) or not all(map(_is_number, norms.values())):
         raise FileFormatError(_PART, "its norms are not numbers by name")

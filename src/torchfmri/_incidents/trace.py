@@ -1,14 +1,17 @@
 """Watches every operation of one step, and keeps an event for each non-finite result.
 
-Tensors are told apart by their storage, because autograd gives views a new object. A storage that
-was not made by an operation of the step is a parameter, a buffer, data, or from outside.
+`origin` enters an `OperationTrace` around the step. Tensors are told apart by their storage,
+because autograd gives views a new object. A storage that was not made by an operation of the step
+is a parameter, a buffer, data, or from outside. Memory is used again within a step, so an event is
+forgotten when an operation writes finite numbers over all of its storage. Every result is read,
+which makes it slow; it runs on bad steps only.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import RunningLayers
 from torchfmri._explain import SourceLine, TracebackStep
-from torchfmri._incidents.content import read_content, readable
+from torchfmri._incidents.content import Content, read_content, readable
 from torchfmri._incidents.event import Event, EventPlace, Kind, Operand
 from torchfmri._model import unwrap
 from torchfmri._records import Phase
@@ -28,6 +31,7 @@ from torchfmri._torch import (
     current_backward,
     current_node,
     flatten,
+    flatten_arguments,
     node_sequence_number,
     sequence_number,
 )
@@ -36,7 +40,7 @@ _ENGINE = str(Path("torch", "autograd", "graph.py"))
 
 
 class Lines(NamedTuple):
-    """Where the program is.
+    """The lines of code that the program is at.
 
     Attributes:
         line: The innermost line outside of PyTorch and torchfmri.
@@ -143,7 +147,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         keywords = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
-        inputs = list(_tensors([*args, *keywords.values()]))
+        inputs = [each.tensor for each in flatten_arguments(args, keywords)]
         self._note_node()
         for tensor in inputs:
             storage = _storage(tensor)
@@ -158,7 +162,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
             operands = self._operands(inputs)
         output = func(*args, **keywords)
         given = {_storage(tensor) for tensor in inputs}
-        for tensor in _tensors([output]):
+        for _, tensor in flatten(output):
             storage = _storage(tensor)
             if storage in given and not func._schema.is_mutable:
                 continue  # a view, or the input itself
@@ -214,6 +218,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         return tuple(found.values())
 
     def _operands(self, inputs: Iterable[Tensor]) -> tuple[Operand, ...]:
+        """Return range and zeros of the finite inputs, by which the cause is explained."""
         found = []
         for tensor in inputs:
             values = readable(tensor)
@@ -262,29 +267,14 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         if content is None or storage in self._events:
             return content is not None
         place = EventPlace("data") if kind == "data" else EventPlace(self._phase())
-        self._events[storage] = self._new(kind, "", place, content, name)
+        self._events[storage] = self._new(kind, "", place, content, name=name)
         return True
 
     def _new(
-        self,
-        kind: Kind,
-        operation: str,
-        place: EventPlace,
-        content: Any,
-        name: str = "",
-        parents: tuple[Event, ...] = (),
-        operands: tuple[Operand, ...] = (),
+        self, kind: Kind, operation: str, place: EventPlace, content: Content, **rest: Any
     ) -> Event:
-        self.latest = Event(
-            number=self._count,
-            kind=kind,
-            operation=operation,
-            place=place,
-            content=content,
-            name=name,
-            parents=parents,
-            operands=operands,
-        )
+        """Return a new event under the next number; `rest` as for `Event`."""
+        self.latest = Event(self._count, kind, operation, place, content, **rest)
         self._count += 1
         return self.latest
 
@@ -293,14 +283,6 @@ def _differentiated(node: Any) -> str:
     """Return the name of the operation that a node is the backward of: `sqrt` of SqrtBackward0."""
     forward = str(node.name()).rpartition("::")[2].partition("Backward")[0]
     return "".join(f"_{each.lower()}" if each.isupper() else each for each in forward)[1:]
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _storage(tensor: Tensor) -> int:

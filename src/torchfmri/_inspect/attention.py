@@ -1,4 +1,10 @@
-"""Attention patterns for a recording: each goes to the innermost watched layer that was running."""
+"""Attention patterns for a recording: each goes to the innermost watched layer that was running.
+
+The Inspector enters `recorded_attention` beside its taps. How a pattern is read where it is
+computed is known by `_attention`; here it is only named and handed to the `Recorder`. Room is asked
+for before a pattern is computed, because a pattern grows with the square of the length. A layer
+without a pattern is told why.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +65,7 @@ class AttentionRecording(AttentionReader):
     Args:
         model: The model.
         watched: The layers of the recording by name; those with `what="attention"` take part.
-        recorder: What keeps the patterns.
+        recorder: The recorder that keeps the patterns.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class AttentionRecording(AttentionReader):
         super().__init__(model, self._keep, self._fail)
 
     def _keep(self, call: AttentionCall) -> None:
+        """Hand a pattern to the recorder, under the innermost watched layer that is running."""
         layer = next((each for each in reversed(call.stack) if each in self._names), None)
         if layer is None:
             return

@@ -1,4 +1,11 @@
-"""The Inspector: name layers, run once, read what happened inside."""
+"""The Inspector: name layers, run once, read what happened inside.
+
+It is the public door of this room, and compare uses it too. The order in `run_inspection` and
+`_attached` matters: first the turn and the hooks, then the state that is put back, then copies of
+the data, so that an error or Ctrl-C at any point leaves the model as it was. Padding attaches last,
+so that its hooks run around those of the taps. Names of methods and options are fixed by the
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +27,7 @@ from torchfmri._model import (
     Loss,
     Pattern,
     arguments_for,
+    check_differentiable,
     compiled_code_as_eager,
     copy_of_data,
     find_layers,
@@ -38,7 +46,8 @@ from torchfmri._model import (
     unwrap,
     watched,
 )
-from torchfmri._records import BACKWARD_WHAT, Inspection, Record, check_what
+from torchfmri._records import BACKWARD_WHAT, Inspection, Record, check_per, check_what
+from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import plots
 
@@ -99,8 +108,8 @@ class Inspector:
 
     def __repr__(self) -> str:
         count = len(self._watches)
-        layers = "1 layer" if count == 1 else f"{count} layers"
-        watched = f"{layers} watched" if count else "nothing watched: all leaf layers"
+        layers = plural(count, "layer") if count else "nothing"
+        watched = f"{layers} watched" + ("" if count else ": all leaf layers")
         return f"<Inspector of {type(unwrap(self.model)).__name__}: {watched}>"
 
     # -- choosing layers ---------------------------------------------------------------------
@@ -146,8 +155,7 @@ class Inspector:
             InspectionError: `what` or `per` is none of the above.
         """
         wanted = _check_whats(what)
-        if per not in (None, "channel"):
-            raise InspectionError(f"per={per!r}: there is per='channel', or None for the tensor.")
+        check_per(per)
         layers = named_layers(self.model)
         names = input_layers(layers, pattern) if exclude is None else []
         if names:  # `blocks.3.hook_resid_pre` and the like are what a layer takes
@@ -259,7 +267,9 @@ class Inspector:
                 stack.enter_context(thawed(model, (arguments, keywords), note))
             _note_tokens(self.inspection, arguments, keywords)
             output = model(*arguments, **keywords)
-            value = loss_of(output, target, loss, backward)
+            value = loss_of(output, target, loss)
+            if backward:
+                value = check_differentiable(value)
             if value is not None:
                 self.inspection.loss = float(value.detach())
             if backward and value is not None:
@@ -443,17 +453,15 @@ class Inspector:
     def _statistics_of_several(
         self, names: list[str], what: str | None, options: dict[str, Any]
     ) -> dict[str, Any]:
-        watched = [name for name in names if name in self.inspection]
-        records = {name: self.inspection[name] for name in watched}
-        chosen = {
-            name: record.statistics(what, **options)
+        records = {name: self.inspection[name] for name in names if name in self.inspection}
+        found = {
+            name: statistics
             for name, record in records.items()
             if what in (None, *record.what)
+            and (statistics := record.statistics(what, **options)) is not None
         }
-        found = {name: each for name, each in chosen.items() if each is not None}
-        if not found:  # the first layer's own error says what to do
-            return {names[0]: self._statistics_of(names[0], what, options)}
-        return found
+        # Where there is nothing at all, the first layer's own error says what to do.
+        return found or {names[0]: self._statistics_of(names[0], what, options)}
 
     # -- looking -----------------------------------------------------------------------------
 

@@ -1,4 +1,11 @@
-"""The sink between taps and an Inspection: keeps each tensor as statistics or whole."""
+"""The sink between taps and an Inspection: keeps each tensor as statistics or whole.
+
+Taps call it in the middle of the user's pass, so it reads or copies a tensor at once: a moment
+later somebody may write into it. Gradients can come from autograd's threads; what they touch stands
+under the lock. An error of ours never ends the user's pass: it is listed and warned about at the
+end. Only the memory limit stops a run, and in a backward pass not before its end, because `.grad`
+would be half filled.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_device
+from torchfmri._arguments import check_device, require
 from torchfmri._capture import CallKey, Padding, TokenMask
 from torchfmri._records import GRADIENT_OF, PARAMETER_WHAT, Call, Inspection, Record, Value
 from torchfmri._torch import Element
@@ -25,8 +32,8 @@ class Keep:
     Attributes:
         keep: `"statistics"` or `"tensors"`.
         max_bytes: The most bytes of tensors to keep; None for no limit.
-        device: Where to keep tensors; None for where they are.
-        dtype: What to keep floating-point tensors as; None for what they are.
+        device: The device to keep tensors on; None for their own.
+        dtype: The dtype to keep floating-point tensors in; None for their own.
     """
 
     keep: str = "statistics"
@@ -35,17 +42,13 @@ class Keep:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.keep not in ("statistics", "tensors"):
-            raise InspectionError(f"keep={self.keep!r}: there are 'statistics' and 'tensors'.")
+        known = self.keep in ("statistics", "tensors")
+        require(known, "keep", self.keep, "there are 'statistics' and 'tensors'")
         limit = self.max_bytes
-        if limit is not None and (not isinstance(limit, int) or limit < 0):
-            raise InspectionError(
-                f"max_bytes={limit!r} is not a number of bytes such as 2 << 30; None: no limit."
-            )
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise InspectionError(
-                f"dtype={self.dtype!r} is not a torch.dtype: write torch.bfloat16, for example."
-            )
+        fits = limit is None or (isinstance(limit, int) and limit >= 0)
+        require(fits, "max_bytes", limit, "give a number of bytes such as 2 << 30; None: no limit")
+        fits = self.dtype is None or isinstance(self.dtype, torch.dtype)
+        require(fits, "dtype", self.dtype, "give a torch.dtype, such as torch.bfloat16")
         if self.device is not None:
             check_device("device", self.device)
 
@@ -200,7 +203,7 @@ class Recorder:
         return value
 
     def check_room(self, layer: str, needed: int) -> None:
-        """Raise where so many bytes more would exceed the limit on tensors that are kept."""
+        """Raise if `needed` bytes more would exceed the limit on tensors that are kept."""
         limit = self._keep.max_bytes
         if limit is None or self._keep.keep != "tensors":
             return
@@ -235,7 +238,7 @@ class Recorder:
                 if watched.is_sharded:
                     reason += ", or sharded and used without a call of its layer"
                 self.missed(layer, "parameter_gradients", f"none arrived: {reason}")
-        # The same instance under another name misses the same.
+        # One instance under several names: what is missing of it is missing under each.
         for name, record in self.inspection.items():
             if record.layer in self.inspection.missing:
                 self.inspection.missing.setdefault(name, self.inspection.missing[record.layer])
@@ -249,6 +252,7 @@ class Recorder:
             )
 
     def _check_gradients(self, record: Record, what: str) -> None:
+        """Note why no gradient of a layer arrived, if none did."""
         if any(value for call in record.calls for value in call.values(what)):
             return
         if any(what in call._differentiable for call in record.calls):

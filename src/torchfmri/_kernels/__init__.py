@@ -23,12 +23,20 @@ from torchfmri._kernels.histogram import (
     CodeGrid,
     Floats,
     Histogram,
+    Integers,
     Pieces,
     constant_grid,
     grid_exponent,
     linear_of,
     quantile_of,
     refine,
+)
+from torchfmri._kernels.number_table import (
+    NumberTable,
+    merge_numbers,
+    no_numbers,
+    numbers_of_layers,
+    reduction_of,
 )
 from torchfmri._kernels.reduction import Reduction, combine_moments
 from torchfmri._kernels.rows import (

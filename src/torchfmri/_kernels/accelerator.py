@@ -1,4 +1,9 @@
-"""Whether numba does the passes over float32 and narrower values; without it torch alone does."""
+"""Whether numba does the passes over float32 and narrower values; without it torch alone does.
+
+Every pass on the CPU asks here at each call, so that `use_accelerator` (benchmarks, tests) takes
+effect at once. numba is imported at the first question and not before: whoever needs no pass does
+not wait for it.
+"""
 
 from __future__ import annotations
 

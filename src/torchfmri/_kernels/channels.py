@@ -1,7 +1,14 @@
-"""Statistics of every unit of a layer apart: one number per channel or feature."""
+"""Statistics of every unit of a layer apart: one number per channel or feature.
+
+`statistics.calculate_channel_statistics` calls `reduce_channels`; `ChannelStatistics` is public.
+`CHANNEL_KEYS` are its keys as a mapping and `__eq__` compares them, so each is an attribute too.
+`_reduce_rows` fills the fields of `ChannelStatistics` by position: the order of its two stacks is
+that of the fields. `CHUNK` may be changed freely.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,11 +33,11 @@ class ChannelStatistics(Mapping[str, Any]):
     """Statistics of each unit along one axis, as arrays of one value per unit; adds with `+`.
 
     A mapping with the keys count, mean, std, variance, min, max, abs_max, l2, nan, inf, pos_inf,
-    neg_inf and zero; each is an attribute as well. Moments and extremes are those of the finite
-    values, nan where a unit has none.
+    neg_inf and zero; each is an attribute as well. Moments and extremes use finite values only;
+    they are nan for a unit without any (`l2` is 0).
 
     Attributes:
-        axis: The dimension of the tensor whose entries are told apart.
+        axis: The dimension whose entries are the units.
         count: All values of each unit, also those that are not finite.
         mean: Mean in float64.
         squared_deviations: Sum of squared differences from the mean.
@@ -94,7 +101,9 @@ class ChannelStatistics(Mapping[str, Any]):
         return np.sqrt(np.where(self.finite > 0, squares, 0.0))
 
     def merge(self, other: ChannelStatistics) -> ChannelStatistics:
-        """The statistics of the values of both, unit by unit.
+        """The statistics of the values of both, unit by unit; `axis` is this one's.
+
+        The axes are not compared: features last are axis 1 of (b, o) and axis 2 of (b, s, o).
 
         Raises:
             InspectionError: The two do not have the same number of units.
@@ -160,14 +169,15 @@ def reduce_channels(
     units_last: Tensor, axis: int, positions: tuple[int, int] | None
 ) -> ChannelStatistics:
     """The statistics of each unit of a detached tensor (..., o)."""
-    rows = units_last.reshape(-1, units_last.shape[-1])
+    *leading, units = units_last.shape
+    rows = units_last.reshape(math.prod(leading), units)  # -1 is ambiguous without units
     if rows.is_complex():
         rows = rows.abs()
     if rows.is_quantized:
         rows = rows.dequantize()
     step = max(1, CHUNK // max(1, rows.shape[1]))
     result: ChannelStatistics | None = None
-    # An empty tensor splits into one empty part, so there is always a result.
+    # A tensor without rows splits into one empty part, so there is always a result.
     for part in torch.split(rows, step):
         found = _reduce_rows(part, axis)
         result = found if result is None else result.merge(found)

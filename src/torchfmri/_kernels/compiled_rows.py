@@ -16,23 +16,11 @@ from typing import Any
 import numba
 import numpy as np
 from numba import carray as _array_at
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+
+from torchfmri._kernels.addresses import pointer
 
 # Sums may be reordered into vector lanes. Nothing is assumed about NaN and infinity.
 _compile = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contract"})
-
-
-def _cast_address(context: Any, address: Any) -> Any:
-    """Return what numba compiles for an address that is taken for a pointer."""
-
-    def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
-_pointer: Any = intrinsic(_cast_address)
 
 
 @_compile
@@ -73,10 +61,10 @@ def reduce_rows(
         found: Address of what is written: squares (rows, groups), then inner products (rows,).
     """
     groups = (width + size - 1) // size
-    matrix = _array_at(_pointer(values), (rows, width), np.float32)
-    weights = _array_at(_pointer(vector), (length,), np.float32)
-    squares = _array_at(_pointer(found), (rows, groups), np.float32)
-    products = _array_at(_pointer(found + 4 * rows * groups), (rows,), np.float32)
+    matrix = _array_at(pointer(values), (rows, width), np.float32)
+    weights = _array_at(pointer(vector), (length,), np.float32)
+    squares = _array_at(pointer(found), (rows, groups), np.float32)
+    products = _array_at(pointer(found + 4 * rows * groups), (rows,), np.float32)
     for token in range(rows):
         products[token] = _write(matrix[token], token, size, weights, start, squares)
 
@@ -88,8 +76,8 @@ def _product(
     """Write g * x / rms(x) of one token, at these addresses, added up over its rows."""
     width = total.size
     for row in range(rows):
-        one = _array_at(_pointer(g + 4 * row * g_stride), (width,), np.float32)
-        other = _array_at(_pointer(x + 4 * row * x_stride), (width,), np.float32)
+        one = _array_at(pointer(g + 4 * row * g_stride), (width,), np.float32)
+        other = _array_at(pointer(x + 4 * row * x_stride), (width,), np.float32)
         power = _sum_squares(other) / np.float32(width) + np.float32(small)
         scale = np.float32(1) / np.sqrt(power)
         if row == 0:
@@ -132,9 +120,9 @@ def reduce_products(
     samples, positions, rows, width = shape
     groups = (width + size - 1) // size
     tokens = samples * positions
-    weights = _array_at(_pointer(vector), (length,), np.float32)
-    squares = _array_at(_pointer(found), (tokens, groups), np.float32)
-    products = _array_at(_pointer(found + 4 * tokens * groups), (tokens,), np.float32)
+    weights = _array_at(pointer(vector), (length,), np.float32)
+    squares = _array_at(pointer(found), (tokens, groups), np.float32)
+    products = _array_at(pointer(found + 4 * tokens * groups), (tokens,), np.float32)
     total = np.empty(width, np.float32)
     for sample in range(samples):
         for position in range(positions):
@@ -151,7 +139,7 @@ def write_products(
 ) -> None:
     """Write g * x / rms(x), added up over the rows of each token, to (tokens, width)."""
     samples, positions, rows, width = shape
-    whole = _array_at(_pointer(found), (samples * positions, width), np.float32)
+    whole = _array_at(pointer(found), (samples * positions, width), np.float32)
     for sample in range(samples):
         for position in range(positions):
             at_g = sample * g_strides[0] + position * g_strides[1]
@@ -171,11 +159,11 @@ def bilinear_forms(forms: Any, found: Any) -> None:
     """
     for k in range(forms.shape[0]):
         rows, width, stride = forms[k, 1], forms[k, 2], forms[k, 3]
-        left = _array_at(_pointer(forms[k, 4]), (rows,), np.float32)
-        right = _array_at(_pointer(forms[k, 5]), (width,), np.float32)
+        left = _array_at(pointer(forms[k, 4]), (rows,), np.float32)
+        right = _array_at(pointer(forms[k, 5]), (width,), np.float32)
         total = 0.0
         for i in range(rows):
-            row = _array_at(_pointer(forms[k, 0] + 4 * i * stride), (width,), np.float32)
+            row = _array_at(pointer(forms[k, 0] + 4 * i * stride), (width,), np.float32)
             part = np.float32(0)
             for j in range(width):
                 part += row[j] * right[j]

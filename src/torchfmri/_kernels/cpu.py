@@ -11,6 +11,7 @@ import math
 import threading
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from torchfmri._kernels.histogram import (
     grid_code,
     grid_exponent,
 )
-from torchfmri._kernels.reduction import Reduction
+from torchfmri._kernels.reduction import LARGE_VALUE, SMALL_SPREAD, Reduction
 
 BLOCK = 1 << 18
 """Values per block: large enough that calls cost nothing, small enough to stay in the cache."""
@@ -39,8 +40,6 @@ PATTERN_MINIMUM = 1 << 18
 SHORT = 1 << 15
 """Blocks of at most so many values are added in float64 one by one."""
 FLOAT32_NORMAL = 2.0**-126
-SMALL_SPREAD, LARGE_VALUE = 2.0**-40, 2.0**50
-"""Ranges below the one vanish when squared in float32, sums of squares of the other overflow."""
 
 
 def reduce_values(flat: Tensor, histogram: bool) -> Reduction:
@@ -188,8 +187,7 @@ def _reduce_compiled(block: Tensor, normal: float, compiled: ModuleType) -> Redu
         bits, shift = block.view(torch.uint16).numpy(), 16
     else:
         bits, shift = _as_float32(block).numpy().view(np.uint32), 0
-    limit = np.float32(normal).view(np.int32)
-    found = compiled.reduce_block(bits, np.int32(shift), limit)
+    found = compiled.reduce_block(bits, np.int32(shift), _bits_of(normal))
     mean, squares, least, most, zero, tiny = found
     low, high = compiled.float_of(least), compiled.float_of(most)
     # False for NaN and infinity too, whose ordered integers lie outside all others.
@@ -204,6 +202,11 @@ def _reduce_compiled(block: Tensor, normal: float, compiled: ModuleType) -> Redu
         low=low,
         high=high,
     )
+
+
+@lru_cache(maxsize=8)
+def _bits_of(value: float) -> Any:
+    return np.float32(value).view(np.int32)
 
 
 def _block_moments(block: Tensor, low: float, high: float, scratch: Tensor) -> tuple[float, float]:

@@ -1,4 +1,8 @@
-"""Which program of a launch reads which part of which tensor; made once per set of sizes."""
+"""Which program of a launch reads which part of which tensor; made once per set of sizes.
+
+`cuda.reduce_many` uploads only addresses at each step. A plan may hold sizes and dtypes, but no
+tensor and no address: it outlives the step.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._kernels.cuda_plan import upload
+from torchfmri._torch import stream_of
 
 MOST = 128
 """Passes that wait at most."""
@@ -98,12 +99,16 @@ class RowQueue:
         count: How many wait; `MOST` of them at most.
         bytes: What is kept alive for them; `heaviest` at most.
         alive: Tensors and tables, until the next launch.
+        streams: The numbers of the streams that were current when the passes were queued: their
+            tensors are computed there. Most often it is one, that of the launch.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.heaviest = device, heaviest(device)
         self._jobs: dict[_Kind, _Jobs] = defaultdict(_Jobs)
         self.alive: list[object] = []
+        self.streams: set[int] = set()
+        self._launched: set[int] = set()  # where results are being computed
         self.count = self.bytes = 0
 
     def jobs(
@@ -132,8 +137,21 @@ class RowQueue:
         """Keep something alive until the next launch."""
         self.alive.append(each)
 
+    def note_stream(self) -> None:
+        """Remember the current stream, on which the tensors of a pass are computed."""
+        self.streams.add(stream_of(self._device))
+
     def flush(self) -> None:
-        """Launch everything that waits."""
+        """Launch everything that waits, and let later work of the current stream see all results.
+
+        Where tensors are computed on other streams the launch waits for these, and the allocator
+        is told not to hand their memory out before the launch has read it.
+        """
+        now = stream_of(self._device)
+        others = (self.streams | self._launched) - {now}
+        for number in others:
+            _wait_for(self._device, number)
+        self.streams, self._launched = set(), {now}
         if not self.count:
             return
         self.count = self.bytes = 0
@@ -141,6 +159,8 @@ class RowQueue:
         try:
             with _on(self._device):
                 _launch(self._jobs, self._device)
+                if others:
+                    _keep_from_others(alive, self._device)
         finally:
             for jobs in self._jobs.values():
                 jobs.numbers = array("q")
@@ -149,6 +169,24 @@ class RowQueue:
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _wait_for(device: torch.device, number: int) -> None:
+    """Have the current stream wait for what another one, given by its number, has been told."""
+    # The default stream has the number 0, for which ExternalStream would make a new stream.
+    external: Any = torch.cuda.ExternalStream
+    other = external(number, device) if number else torch.cuda.default_stream(device)
+    stream: Any = torch.cuda.current_stream(device)
+    stream.wait_stream(other)
+
+
+def _keep_from_others(alive: list[object], device: torch.device) -> None:
+    """Have no memory of these handed out to other streams while the current one works on it."""
+    stream: Any = torch.cuda.current_stream(device)
+    for each in alive:
+        tensor: Any = each if isinstance(each, Tensor) else getattr(each, "squares", None)
+        if tensor is not None:
+            tensor.record_stream(stream)
 
 
 def _launch(waiting: dict[_Kind, _Jobs], device: torch.device) -> None:

@@ -1,4 +1,9 @@
-"""Reductions where the tensor lies (CUDA), with torch operations and one transfer at the end."""
+"""Reductions where the tensor lies (CUDA), with torch operations and one transfer at the end.
+
+`_kernels.reduce_values` calls it for floats on an accelerator. A row holds the numbers of one chunk
+in the order of the fields of `Reduction` and then the histogram; it is read by position. `CHUNK`
+may be changed freely. Keep it at one transfer: each one waits for the device.
+"""
 
 from __future__ import annotations
 

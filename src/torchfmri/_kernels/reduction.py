@@ -1,4 +1,8 @@
-"""What a pass over a tensor leaves: sums that add, and nothing derived from them."""
+"""What a pass over a tensor leaves: sums that add, and nothing derived from them.
+
+All passes return a `Reduction`, and `torchfmri.statistics` makes statistics of it. Parts have to
+add up to the whole, so a field that cannot be merged (a median) does not belong here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ import math
 from dataclasses import dataclass, replace
 
 from torchfmri._kernels.histogram import Histogram
+
+SMALL_SPREAD, LARGE_VALUE = 2.0**-40, 2.0**50
+"""Ranges below the one vanish when squared in float32, sums of squares of the other overflow."""
 
 
 @dataclass(slots=True)

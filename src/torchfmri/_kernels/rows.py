@@ -1,10 +1,14 @@
 """Numbers per row of matrices: sums of squares by group, and the inner product with a vector.
 
 One pass over memory instead of one per number, written into tables that are made ahead: by numba
-for float32 on the CPU (`compiled_rows`), by Triton on CUDA (`cuda_rows`), where many passes wait
-for each other and are launched together. Tensors of one shape go through one `Lane`, which knows
-everything about them but their addresses. Where there is neither, there is no lane, and whoever
-asks computes the same with torch.
+for float32 on the CPU (`compiled_rows`), by Triton on CUDA (`cuda_rows`), where passes are queued
+and launched together. Tensors of one shape go through one `Lane`, which knows everything about them
+but their addresses. Without numba or Triton there is no lane, and the caller computes the same with
+torch. `_tokens` makes one `RowLanes` per block and calls `flush` before it reads numbers.
+
+The limits below are measured and free. Kernels read a job by position: `rest` and the four numbers
+before it in `QueuedLane.read` are in the order of `cuda_rows` and `compiled_rows`; `queue_works`
+writes the same records by hand. The fields of `Form` are read by position too.
 
 **Who keeps what alive.** Kernels are told addresses (`data_ptr()`), which keep nothing alive. A
 pass reads up to two tensors and a vector, and writes one line of a `Table`. Each must exist until
@@ -17,9 +21,15 @@ the kernel has been started, and none may be written to in the meantime:
 - On CUDA a pass only waits after `QueuedLane.read`. `RowQueue.alive` holds its tensors, and the
   tables that became full (somebody may have dropped their `Numbers`), until `RowQueue.flush` has
   launched the kernels. They may go before the kernels have run: the caching allocator hands their
-  memory out again to later work of the same stream only. Tensors of another stream than the one
-  that is current at the flush are not covered by that.
-- `flush` comes before the numbers are read, and at once when many passes wait or much is held.
+  memory out again to later work of the same stream only. Where a pass was queued on another stream
+  than that of the flush (`RowQueue.streams`), the flush waits for that stream first and tells the
+  allocator of its own (`record_stream`).
+- The numbers that a launch is told lie in a tensor of `_launch`, which goes when it returns: it was
+  made on the stream of the launch.
+- `flush` comes before the numbers are read, and at once when many passes wait or much is held. The
+  stream that is current then waits for the streams of earlier launches.
+- `bilinear_forms` is told addresses by its caller (`_tokens`), which holds the matrices and vectors
+  until it returns. On CUDA they must have been computed on the current stream.
 
 Whoever adds a field to a job adds its owner here.
 """
@@ -45,7 +55,7 @@ SMALLEST = 1 << 14
 _AHEAD = 512
 """Lines of a table at most."""
 _BYTES = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""How heavy the first table is: few tables are read in few operations, but new pages cost time."""
+"""Bytes of the first table: larger ones mean fewer read operations, but new memory costs time."""
 
 Send: TypeAlias = Callable[[Tensor, "Tensor | None", int], None]
 
@@ -93,7 +103,7 @@ class Table:
     Attributes:
         squares: (lines, t), or with groups (lines, t, groups).
         products: (lines, t).
-        lines: How many; twice as many as the table before it had.
+        lines: How many: what `_BYTES` hold, at least twice the table before, 1 to `_AHEAD`.
         address: Of the first line; the next is `step` bytes further, and in each the products are
             `behind` bytes behind the squares.
     """
@@ -200,6 +210,7 @@ class QueuedLane(Lane):
         numbers.extend((values.data_ptr(), second, written, written + self._behind))
         numbers.frombytes(self._rest)
         queue.alive.append(values)
+        queue.note_stream()
         queue.count += 1
         queue.bytes += self._bytes
         if queue.count >= MOST or queue.bytes >= queue.heaviest:
@@ -351,7 +362,10 @@ def queue_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Form(NamedTuple):
-    """A matrix between two vectors of float32: three addresses, and what is read of the matrix."""
+    """A matrix between two vectors of float32: three addresses, and what is read of the matrix.
+
+    The forms that `_tokens` keeps hold an offset in bytes in `matrix`; each pass adds the address.
+    """
 
     matrix: int
     rows: int

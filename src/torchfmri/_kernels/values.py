@@ -1,4 +1,8 @@
-"""Any tensor as one flat run of real numbers, without copying where that is possible."""
+"""Any tensor as one flat run of real numbers, without copying where that is possible.
+
+`statistics` and `number_table` call `read_values` before a pass on the CPU, which reads contiguous
+memory only. The order of the values is lost, so no pass may depend on it.
+"""
 
 from __future__ import annotations
 

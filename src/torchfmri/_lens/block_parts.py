@@ -1,16 +1,21 @@
-"""What each block adds to the stream at one token: its heads, its MLP, or all of it in one."""
+"""What each block adds to the stream at one token: its heads, its MLP, or all of it in one.
+
+`logit_attribution` calls it for every block. Which layers add to the stream differs between
+architectures and is not looked up: all pairs are tried, and a pair counts only if it adds up to
+what the block added. What cannot be told apart becomes one part, with a reason. Everything is in
+float64, so that the residual shows the model's rounding and not ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfmri._lens.frozen_norm import freeze_norm
+from torchfmri._lens.frozen_norm import freeze_norm, tolerance_of
 from torchfmri._lens.stream import Stream
 from torchfmri._model import Block
 from torchfmri.exceptions import InspectionError
@@ -25,7 +30,7 @@ class BlockPart:
         kind: "embedding", "block", "attention", "head", "bias" or "mlp".
         block: The number of the block; None for the embedding.
         vector: (width,) in float64.
-        head: The number of the head; None where it is none.
+        head: The number of the head; None if it is none.
     """
 
     name: str
@@ -36,7 +41,7 @@ class BlockPart:
 
 
 def wanted_layers(blocks: list[Block]) -> tuple[list[str], list[str]]:
-    """The layers whose inputs, and those whose outputs, `block_parts` needs."""
+    """Return the layers whose inputs, and those whose outputs, `block_parts` needs."""
     inputs, outputs = [], []
     for block in blocks:
         outputs += [block.full(inner) for inner in block.inside if inner and "." not in inner]
@@ -52,19 +57,19 @@ def wanted_layers(blocks: list[Block]) -> tuple[list[str], list[str]]:
 def block_parts(
     stream: Stream, block: Block, row: int, position: int, heads: bool
 ) -> tuple[list[BlockPart], list[str]]:
-    """What a block added to the stream at one token, and what could not be told apart.
+    """Return what a block added to the stream at one token, and what could not be told apart.
 
     Args:
         stream: Run with `wanted_layers`.
         block: The block.
-        row: Which sequence.
-        position: Which token.
+        row: The number of the sequence.
+        position: The position of the token.
         heads: Whether attention is given head by head, where that can be done.
     """
     before, after = (
         stream.states[index][row, position].double() for index in (block.index, block.index + 1)
     )
-    tolerance = _tolerance(stream.states[0].dtype)
+    tolerance = tolerance_of(stream.states[0].dtype)
     added = after - before
     split = _split(stream, block, row, position, added, tolerance)
     name = f"L{block.index}"
@@ -87,7 +92,7 @@ def block_parts(
 def _split(
     stream: Stream, block: Block, row: int, position: int, added: Tensor, tolerance: float
 ) -> tuple[tuple[str, float], str] | None:
-    """The layers whose outputs add up to what the block adds: attention with a factor, and MLP.
+    """Return the layers that add up to what the block adds: attention with a factor, and MLP.
 
     Which they are differs between architectures (Gemma adds the outputs of norms), so all pairs
     are tried; dropout that does nothing makes some pairs equal, and the first of these counts.
@@ -99,7 +104,8 @@ def _split(
         if name in stream.outputs
         and (found := _row(stream.outputs[name], stream, row, position)).shape == added.shape
     }
-    factors = {1.0, *_factor(block.config)}
+    factor = getattr(block.config, "residual_multiplier", 1.0)  # Granite
+    factors = {1.0, float(factor)} if isinstance(factor, (int, float)) else {1.0}
     best: tuple[float, tuple[str, str], float] | None = None
     for pair in combinations(rows, 2):
         for factor in factors:
@@ -115,16 +121,11 @@ def _split(
     return (one, factor), other
 
 
-def _factor(config: Any) -> list[float]:
-    value = getattr(config, "residual_multiplier", None)  # Granite
-    return [float(value)] if isinstance(value, (int, float)) else []
-
-
 def _heads(
     stream: Stream, block: Block, row: int, position: int, attention: str, factor: float,
     tolerance: float,
 ) -> Iterator[BlockPart]:  # fmt: skip
-    """What each head adds, and the bias of the output projection if it has one."""
+    """Yield what each head adds, and the bias of the output projection if it has one."""
     inner = block.output_projection()
     name, module, heads = block.full(inner), block.inside[inner], block.heads()
     z = _row(stream.inputs[name], stream, row, position)
@@ -164,14 +165,10 @@ def _heads(
 
 
 def _row(tensor: Tensor, stream: Stream, row: int, position: int) -> Tensor:
-    """The units of one token, in float64; some layers have all tokens in a row."""
+    """Return the units of one token, in float64; some layers have all tokens in a row."""
     b, s, _ = stream.states[0].shape
     if tensor.ndim >= 3 and tensor.shape[:2] == (b, s):
         return tensor[row, position].flatten().double()
     if tensor.ndim == 2 and len(tensor) == b * s:
         return tensor[row * s + position].double()
     return torch.empty(0, dtype=torch.float64, device="cpu")
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2

@@ -1,4 +1,9 @@
-"""Which experts a mixture sent each token to, read from its routers while it runs."""
+"""Which experts a mixture sent each token to, read from its routers while it runs.
+
+`_scan` opens a `RouterReader`. Routers are found by name or class, and their output is read by
+shape: whole numbers are ids, and floats of the same shape are weights. A router that returns no ids
+is named as missing, because the choice is then made outside of it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch import Tensor, nn
 from torchfmri._model import named_layers
 from torchfmri._torch import Attached, Hook, flatten
 
+# How routers are called, and what their classes are called.
 _NAMES = ("gate", "router")
 _CLASSES = ("router", "topkgate", "moegate")
 
@@ -36,7 +42,7 @@ class ExpertRouting:
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that look like routers: by their class, or called `gate` or `router`."""
+    """Return the layers that look like routers: by class, or called `gate` or `router`."""
     return {
         name: module
         for name, module in named_layers(model).items()

@@ -1,4 +1,9 @@
-"""Features of a dictionary (a sparse autoencoder, or any function) at one place of a model."""
+"""Features of a dictionary (a sparse autoencoder, or any function) at one place of a model.
+
+`_scan` opens a `FeatureReader`, `_lesion` asks for the sources. The dictionary is the user's: its
+errors are raised with the place and the shapes. A feature of 0 or less is silent and is stored as
+id -1 and value 0, which stored scans rely on.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +39,10 @@ class FeatureSource:
     dictionary: Any
 
     def features(self, values: Tensor) -> Tensor:
-        """What the dictionary makes of activations.
+        """Return the features that the dictionary makes of activations.
 
         Raises:
-            InspectionError: It fails on them, usually because it was made for another width.
+            InspectionError: The dictionary fails, usually because it was made for another width.
         """
         try:
             return self.encode(values)
@@ -49,7 +54,7 @@ class FeatureSource:
 
 
 def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
-    """What to read where.
+    """Return the dictionaries that the user gave, with their places in the model.
 
     Args:
         model: The model.
@@ -76,10 +81,13 @@ def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
             shown = ", ".join(each.layer for each in places[:3])
             raise InspectionError(
                 f"features: {name!r} stands for {len(places)} places ({shown}, ...), and an "
-                "encoder belongs to one."
+                "encoder belongs to one. Name one of them."
             )
         if places[0].what == "attention":
-            raise InspectionError(f"features: {name!r} is an attention pattern, no activation.")
+            raise InspectionError(
+                f"features: {name!r} is an attention pattern, and not an activation. Name a layer, "
+                "such as 'L3.attn' or 'L3.mlp'."
+            )
         found.append(FeatureSource(name=name, place=places[0], encode=encode, dictionary=encoder))
     return found
 
@@ -97,12 +105,12 @@ def _own_place(encoder: object) -> str:
 
 
 def feature_name(place: str, feature: int) -> str:
-    """What a feature is called in contrasts and lesions."""
+    """Return the name of a feature in contrasts and lesions."""
     return f"{place}[feature {feature}]"
 
 
 def feature_labels(labels: object, place: str, ids: Iterable[int]) -> list[str]:
-    """The user's texts for some features of a place; "" where the table has none.
+    """Return the user's texts for some features of a place; "" if the table has none.
 
     Args:
         labels: {feature: text}, a list of texts by feature, {place: either of these} where features
@@ -111,7 +119,7 @@ def feature_labels(labels: object, place: str, ids: Iterable[int]) -> list[str]:
         ids: The features.
 
     Raises:
-        InspectionError: It is not such a table.
+        InspectionError: `labels` is not such a table.
     """
     table: Any = labels
     if isinstance(table, Mapping) and any(isinstance(each, str) for each in table):
@@ -131,7 +139,7 @@ class FeatureReader(Attached):
 
     Args:
         model: The model.
-        sources: What to read where.
+        sources: The dictionaries, each with its place.
         count: How many features of a token are kept at most.
         found: Called with the name of a place, ids (b, s, count) and values; where fewer are
             active the id is -1 and the value 0.

@@ -1,4 +1,9 @@
-"""A norm as the linear map that it is at one token, once its scale there is held."""
+"""A norm as the linear map that it is at one token, once its scale there is held.
+
+`logit_attribution` freezes the final norm, `block_parts` the norms behind projections. The map is
+found by asking the norm, however its weight is stored (Gemma adds 1 to it), and is compared with
+the norm's own output before it is used. A layer that is not a LayerNorm or an RMSNorm is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,14 @@ from torchfmri.exceptions import InspectionError
 
 _LARGE = 1024.0
 """How large the numbers are that a norm is asked about: its epsilon is nothing beside them."""
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return how far apart two ways to compute the same may be, relative to the largest number.
+
+    Far more than rounding explains, far less than a wrong formula gives.
+    """
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +43,7 @@ class FrozenNorm:
     is_centred: bool
 
     def __call__(self, vector: Tensor) -> Tensor:
-        """The part of the norm's output that comes from a part of its input, (..., width)."""
+        """Return the part of the norm's output that a part of its input makes, (..., width)."""
         vector = vector.double()
         if self.is_centred:
             vector = vector - vector.mean(-1, keepdim=True)
@@ -38,7 +51,7 @@ class FrozenNorm:
 
 
 def freeze_norm(name: str, module: nn.Module, vector: Tensor) -> FrozenNorm:
-    """The linear map that a norm is for this input, found by asking it.
+    """Return the linear map that a norm is for this input, found by asking it.
 
     Any LayerNorm or RMSNorm will do, however its weight is stored: its gain and bias are read off
     its answers to two vectors of opposite sign, and the scale off its answer to `vector`.
@@ -49,7 +62,7 @@ def freeze_norm(name: str, module: nn.Module, vector: Tensor) -> FrozenNorm:
         vector: (width,) its input at the token.
 
     Raises:
-        InspectionError: It is something else.
+        InspectionError: The layer is neither a LayerNorm nor an RMSNorm.
     """
     width = vector.shape[-1]
     if width % 2:
@@ -61,9 +74,7 @@ def freeze_norm(name: str, module: nn.Module, vector: Tensor) -> FrozenNorm:
         shifted = module(vector + vector.abs().max()).double()
         output = module(vector).double()
     gain, bias = (ahead - back) / 2 * signs.double(), (ahead + back) / 2
-    half = vector.dtype in (torch.float16, torch.bfloat16)
-    tolerance = 5e-2 if half else 1e-4
-    largest = output.abs().max()
+    tolerance, largest = tolerance_of(vector.dtype), output.abs().max()
     is_centred = bool((shifted - output).abs().max() <= tolerance * largest)
     unit = FrozenNorm(gain=gain, bias=bias, scale=1.0, is_centred=is_centred)(vector)
     scale = float((output - bias) @ unit / (unit @ unit))

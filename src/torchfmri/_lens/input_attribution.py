@@ -1,4 +1,10 @@
-"""Which input tokens made a logit: gradient x input, and integrated gradients."""
+"""Which input tokens made a logit: gradient x input, and integrated gradients.
+
+`torchfmri.attribute_inputs` calls `attribute_embeddings` and fills the record, which is public.
+Other vectors are put in by a hook on the input embedding, so any model works that has one. The
+points are Gauss-Legendre's; rows are run `_ROWS_AT_ONCE` at a time, and sums are in float64.
+Integrated gradients that do not add up must say so: keep `residual` and `has_converged`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torchfmri._lens.logit_attribution import title_of
 from torchfmri._model import unwrap
 from torchfmri._text import Column, Grid
 from torchfmri._torch import hooked
@@ -23,8 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METHODS = ("gradient_x_input", "integrated_gradients")
-_ROWS_AT_ONCE = 16
-_CONVERGED = 0.05
+_ROWS_AT_ONCE = 16  # points of the way that run in one batch
+_CONVERGED = 0.05  # share of logit - baseline that may be missing
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +46,7 @@ class InputAttribution:
         pieces: The text of each input token.
         values: (s,) what each adds.
         logit: The logit, or the difference.
-        baseline: What it is with the baseline in the place of every token.
+        baseline: The same number with the baseline instead of every token.
         steps: How many points of the way from there integrated gradients looked at; 1 for the
             other method.
 
@@ -74,17 +81,14 @@ class InputAttribution:
     @property
     def title(self) -> str:
         """What was attributed, and how."""
-        what = f"logit of {self.token!r}"
-        if self.against is not None:
-            what += f" less that of {self.against!r}"
-        return f"{what} at position {self.position}, {self.method.replace('_', ' ')}"
+        what = title_of(self.token, self.against, self.position)
+        return f"{what}, {self.method.replace('_', ' ')}"
 
     def table(self) -> str:
-        """One line per token, then the sum and what it misses."""
+        """Return a line per token, then the sum and how far it is from the logit."""
         names = [f"{index} {piece!r}" for index, piece in enumerate(self.pieces)]
-        cells = [f"{value:+.4f}" for value in self.values]
+        cells = [f"{value:+.4f}" for value in (*self.values, self.values.sum())]
         names.append("sum")
-        cells.append(f"{self.values.sum():+.4f}")
         notes = []
         if self.method == "integrated_gradients":
             names += ["logit - baseline", "residual"]
@@ -101,7 +105,7 @@ class InputAttribution:
         return f"<InputAttribution: {self.title}; residual {self.residual:.1e}>"
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """A bar per token, orange where it adds and blue where it takes away."""
+        """Draw a bar per token, orange if it adds and blue if it takes away."""
         return plot_token_bars(self.values, list(self.pieces), title=self.title, ax=ax)
 
 
@@ -113,7 +117,7 @@ def attribute_embeddings(
     steps: int,
     baseline: str | int = "mean",
 ) -> tuple[Tensor, float, float]:
-    """What each input token adds to a score of the logits, (s,), the score, and its baseline.
+    """Return what each input token adds to a score, (s,), the score, and its baseline.
 
     Args:
         model: The model; a hook on its input embedding puts other vectors in while this runs.
@@ -155,7 +159,7 @@ def attribute_embeddings(
 
 
 def _baseline(embedding: nn.Module, vectors: Tensor, baseline: str | int) -> Tensor:
-    """(1, s, width) what stands in the place of the tokens where nothing is said yet."""
+    """Return the vectors (1, s, width) that stand for a prompt that says nothing."""
     if baseline == "zero":
         return torch.zeros_like(vectors)
     weight = getattr(embedding, "weight", None)
@@ -168,12 +172,8 @@ def _baseline(embedding: nn.Module, vectors: Tensor, baseline: str | int) -> Ten
         raise InspectionError(
             f"baseline={baseline!r}: give 'mean', 'zero', or a token (of {len(weight)})."
         )
-    ids = (
-        torch.arange(len(weight), device="cpu")
-        if baseline == "mean"
-        else torch.tensor([baseline], device="cpu")
-    )
-    ids = ids.to(weight.device)
+    tokens = range(len(weight)) if baseline == "mean" else [baseline]
+    ids = torch.tensor(tokens, device=weight.device)
     # Through the layer itself, which may scale what is in its table (Gemma).
     with torch.no_grad():
         found: Tensor = embedding(ids)

@@ -1,4 +1,9 @@
-"""The logit lens: every layer's stream read as if it were the last one's."""
+"""The logit lens: every layer's stream read as if it were the last one's.
+
+`torchfmri.lens` calls `read_lens`, `_scan` calls `read_stream` on a stream that it has. Logits are
+computed in parts of `_CHUNK_BYTES`, because those of all layers do not fit into memory. The last
+layer is never translated: the model itself reads it, and the comparison with its logits would fail.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from torch import Tensor, nn
 from torchfmri._lens.stream import Stream, run_stream
 from torchfmri._lens.unembedding import Unembedding, find_unembedding
 
+# (stream (b, s, width), number of the block) -> the stream to read: a tuned lens.
 Translate = Callable[[Tensor, int], Tensor]
 _CHUNK_BYTES = 256 << 20
 """How many bytes of logits are held at once."""
@@ -25,12 +31,12 @@ class LensReading:
 
     Attributes:
         names: The layers: the embedding, then the blocks.
-        rank: (layer, b, s) of the token that came next, 1 for the likeliest; 0 where none came.
-        probability: (layer, b, s) of the token that came next; nan where none came.
+        rank: (layer, b, s) of the token that came next, 1 for the likeliest; 0 if none came.
+        probability: (layer, b, s) of the token that came next; nan if none came.
         entropy: (layer, b, s) of the distribution, in nats.
         top: (layer, b, s, k) the likeliest tokens.
         top_probability: (layer, b, s, k).
-        unembedding: What they were read through.
+        unembedding: The layers that they were read through.
     """
 
     names: tuple[str, ...]
@@ -61,7 +67,7 @@ def read_lens(
         top: How many of the likeliest tokens are kept.
         translate: Applied to the stream (b, s, width) after block i, called with both; the last
             block's, which the model itself reads, is left alone.
-        ahead: 1 where a position predicts the token after it; 0 where it predicts its own, as in
+        ahead: 1 if a position predicts the token after it; 0 if it predicts its own, as in
             masked language models.
 
     Raises:
@@ -90,7 +96,7 @@ def read_stream(
 
     Args:
         stream: The stream.
-        unembedding: What it is read through.
+        unembedding: The layers that it is read through.
         ids: (b, s) the tokens.
         top: How many of the likeliest tokens are kept.
         mask: (b, s) 0 for padding, which does not come next.
@@ -116,7 +122,7 @@ def read_stream(
 def _read(
     state: Tensor, unembedding: Unembedding, following: Tensor, top: int
 ) -> tuple[Tensor, ...]:
-    """Rank, probability, entropy, top and top_probability of one layer."""
+    """Return rank, probability, entropy, top and top_probability of one layer."""
     parts, first, rows = [], 0, 1
     while first < state.shape[1]:
         logits = unembedding.logits(state[:, first : first + rows])
@@ -128,7 +134,7 @@ def _read(
 
 
 def _describe(logits: Tensor, following: Tensor, top: int) -> tuple[Tensor, ...]:
-    """Rank, probability, entropy, top and top_probability of some positions."""
+    """Return rank, probability, entropy, top and top_probability of some positions."""
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     logs = wide.log_softmax(-1)
     came = following >= 0

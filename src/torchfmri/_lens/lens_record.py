@@ -1,4 +1,9 @@
-"""A lens: what each layer would have said next, at every token of one text."""
+"""A lens: what each layer would have said next, at every token of one text.
+
+`torchfmri.lens` and `scan.lens` return it. It is public, and its arrays are stored in scans: names,
+shapes and the meaning of 0 and nan must stay. Column t is about token t + 1, or about token t
+itself in a masked language model.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +37,8 @@ class Lens:
         layers: The rows: "embedding", then the blocks.
         pieces: The text of each token.
         ids: (s,) the tokens.
-        rank: (layer, s) of the token that it is about, 1 for the likeliest; 0 where none came.
-        probability: (layer, s) of the token that it is about; nan where none came.
+        rank: (layer, s) of the token that it is about, 1 for the likeliest; 0 if none came.
+        probability: (layer, s) of the token that it is about; nan if none came.
         entropy: (layer, s) of the distribution, in nats.
         top: (layer, s, k) the likeliest tokens, the first most so.
         top_probability: (layer, s, k).
@@ -59,21 +64,21 @@ class Lens:
 
     @property
     def ahead(self) -> int:
-        """1 where a column is about the token after it, 0 where it is about its own token."""
+        """1 if a column is about the token after it, 0 if it is about its own token."""
         return 0 if self.rank.size and self.rank[-1, -1] else 1  # nothing comes after the last one
 
     def spell(self, token: int) -> str:
-        """The text of a token, or its number where it has none."""
+        """Return the text of a token, or its number if it has none."""
         return self.spelling.get(int(token), f"#{int(token)}")
 
     def decided(self) -> NDArray[np.int64]:
-        """(s,) the first row from which on the model's own answer stays the likeliest."""
+        """Return (s,) the first row from which on the model's own answer stays the likeliest."""
         agrees = self.top[:, :, 0] == self.top[-1, :, 0]
         stays = np.flip(np.logical_and.accumulate(np.flip(agrees, 0), 0), 0)
         return np.asarray(stays.argmax(0), np.int64)
 
     def table(self, position: int = -1, count: int = 3) -> str:
-        """The likeliest tokens of every layer at one position.
+        """Return the likeliest tokens of every layer at one position.
 
         Args:
             position: Which token's stream, counted from 0, or from the end.
@@ -81,7 +86,10 @@ class Lens:
         """
         s = len(self.ids)
         if not is_whole(position) or not -s <= position < s:
-            raise InspectionError(f"There is no position {position!r}: the text has {s} tokens.")
+            raise InspectionError(
+                f"There is no position {position!r}: the text has {s} tokens. Give 0 to {s - 1}, "
+                f"or -1 to {-s} from the end."
+            )
         place = position % s
         count = min(count, self.top.shape[-1])
         cells = [
@@ -109,7 +117,7 @@ class Lens:
         return f"<Lens: {len(self.layers)} layers, {len(self.ids)} tokens>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain Python values, ready for JSON; nan is None."""
+        """Return everything as plain Python values, ready for JSON; nan is None."""
 
         def plain(values: NDArray[Any]) -> Any:
             objects = values.astype(object)
@@ -128,7 +136,7 @@ class Lens:
         }
 
     def plot(self, metric: str = "top_probability", *, ax: Axes | None = None) -> Axes:
-        """Layers up, tokens across; in each cell the likeliest next token, coloured by a metric.
+        """Draw layers up and tokens across, with the likeliest next token in each cell.
 
         Args:
             metric: "top_probability" (of that token), "probability" or "rank" (of the token that
@@ -136,7 +144,9 @@ class Lens:
             ax: Where to draw.
         """
         if metric not in METRICS:
-            raise InspectionError(f"metric={metric!r}: there are {', '.join(METRICS)}.")
+            raise InspectionError(
+                f"metric={metric!r} is unknown: choose one of {', '.join(METRICS)}."
+            )
         values = np.asarray(getattr(self, metric), float)
         values = values[:, :, 0] if metric == "top_probability" else values
         if metric == "rank":

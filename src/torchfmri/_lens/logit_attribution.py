@@ -1,9 +1,15 @@
-"""Direct logit attribution: how much each head and MLP adds to a logit, with what is left over."""
+"""Direct logit attribution: how much each head and MLP adds to a logit, with what is left over.
+
+`torchfmri.attribute_logit` calls `attribute`; the record is public. The final norm's scale is held
+at the token and its weight is folded into the head's row, so that the logit is a sum over parts.
+`residual` is what the parts miss and is always printed. A model whose logits are not such a sum is
+refused by name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +30,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def title_of(token: str, against: str | None, position: int) -> str:
+    """Return in words which logit, or difference of two, was attributed."""
+    less = "" if against is None else f" less that of {against!r}"
+    return f"logit of {token!r}{less} at position {position}"
+
+
 @dataclass(frozen=True, eq=False)
 class LogitAttribution:
     """What the parts of a model add to one logit, or to the difference of two.
@@ -39,8 +51,8 @@ class LogitAttribution:
         kinds: What each is: embedding, head, attention, mlp, block, or bias.
         values: (part,) what each adds.
         logit: What the model computed, before its softcap if it has one.
-        notes: What could not be told apart, and what else has to be known.
-        heads: (block, head) what each head adds; nan where heads could not be told apart.
+        notes: What could not be told apart, and other reservations.
+        heads: (block, head) what each head adds; nan if heads could not be told apart.
 
     Examples:
         >>> import torchfmri
@@ -71,7 +83,7 @@ class LogitAttribution:
         return self.logit - self.total
 
     def __getitem__(self, name: str) -> float:
-        """What the part of this name adds; `L3.attn` is the sum of its heads and bias."""
+        """Return what the part of this name adds; `L3.attn` is the sum of its heads and bias."""
         if name in self.names:
             return float(self.values[self.names.index(name)])
         block = name.removesuffix(".attn")
@@ -88,20 +100,17 @@ class LogitAttribution:
         )
 
     def top(self, count: int = 10) -> list[tuple[str, float]]:
-        """The parts that add or take most, the largest first."""
+        """Return the parts that add or take most, the largest first."""
         order = np.argsort(-np.abs(self.values), kind="stable")[:count]
         return [(self.names[index], float(self.values[index])) for index in order]
 
     @property
     def title(self) -> str:
         """What was attributed."""
-        what = f"logit of {self.token!r}"
-        if self.against is not None:
-            what += f" less that of {self.against!r}"
-        return f"{what} at position {self.position}"
+        return title_of(self.token, self.against, self.position)
 
     def table(self, count: int = 12) -> str:
-        """The parts that matter most, their sum, the logit and what is left over."""
+        """Return the parts that matter most, their sum, the logit and what is left over."""
         rows = [(name, f"{value:+.4f}") for name, value in self.top(count)]
         largest = {name for name, _ in self.top(count)}
         others = [v for n, v in zip(self.names, self.values, strict=True) if n not in largest]
@@ -119,7 +128,7 @@ class LogitAttribution:
         return f"<LogitAttribution: {self.title}; {parts} parts, residual {self.residual:.1e}>"
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Heads and MLPs of each block, red where they add and blue where they take away."""
+        """Draw heads and MLPs of each block, red if they add and blue if they take away."""
         mlps = np.full(len(self.heads), np.nan)
         for index, name in enumerate(self.names):
             if self.kinds[index] in ("mlp", "block"):
@@ -171,7 +180,7 @@ def attribute(
             raw = own.double()
         else:
             notes.append(f"it is the logit before the softcap of {unembedding.softcap:g}")
-            raw = _before_softcap(unembedding, stream.states[-1][0, position])
+            raw = replace(unembedding, softcap=None).logits(stream.states[-1][0, position]).double()
     logit = float(raw[token]) - (0.0 if against is None else float(raw[against]))
     names = [each.name for each in parts]
     if constant:
@@ -203,7 +212,7 @@ def _parts(stream: Stream, position: int, heads: bool) -> tuple[list[BlockPart],
 def _freeze(
     model: nn.Module, stream: Stream, unembedding: Unembedding, position: int
 ) -> FrozenNorm | None:
-    """The final norm at this position; None where the model has none."""
+    """Return the final norm at this position; None if the model has none."""
     layers = list(unembedding.layers.items())
     if len(layers) > 2:
         raise InspectionError(
@@ -219,7 +228,7 @@ def _freeze(
 def _direction(
     model: nn.Module, unembedding: Unembedding, token: int, against: int | None
 ) -> tuple[Tensor, float]:
-    """What the normed stream is multiplied with for this logit, and what is added, in float64."""
+    """Return what the normed stream is multiplied with for this logit, and what is added."""
     name, head = list(unembedding.layers.items())[-1]
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     if not isinstance(head, nn.Linear) or not isinstance(weight, Tensor):
@@ -231,7 +240,7 @@ def _direction(
         if each is not None and not 0 <= each < len(weight):
             last = len(weight) - 1
             raise InspectionError(
-                f"Token id {each} is none of the head's: give one of 0 to {last}."
+                f"Token id {each} is not in the vocabulary of the head. Give one of 0 to {last}."
             )
     direction = weight[token].double()
     offset = 0.0 if bias is None else float(bias[token])
@@ -239,11 +248,6 @@ def _direction(
         direction = direction - weight[against].double()
         offset -= 0.0 if bias is None else float(bias[against])
     return unembedding.scale * direction, unembedding.scale * offset
-
-
-def _before_softcap(unembedding: Unembedding, state: Tensor) -> Tensor:
-    uncapped = Unembedding(unembedding.layers, unembedding.scale, None)
-    return uncapped.logits(state).double()
 
 
 def _head_matrix(

@@ -1,6 +1,9 @@
-"""The residual stream of one pass: what enters the blocks, what leaves each, and what reads it.
+"""The residual stream of one pass: what enters the blocks, what leaves each, what reads it.
 
-Only layers are watched, so it is the model's own forward on every architecture.
+The lens and the attributions run a model with `run_stream`. Only layers are watched, so it is the
+model's own forward pass on every architecture. Hooks come after others, so that an edited stream is
+read as it was edited. A state must be (b, s, width), once per block; anything else is refused,
+because a lens over it would be a wrong number.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import Block, find_stacks, named_layers, unwrap
+from torchfmri._model import Block, each_once, find_stacks, named_layers, unwrap
 from torchfmri._torch import Hook, flatten, hook_side
 from torchfmri.exceptions import InspectionError
 
@@ -46,10 +49,10 @@ class Stream:
 
 
 def only_stack(model: nn.Module) -> list[Block]:
-    """The blocks of a model with one stack of blocks.
+    """Return the blocks of a model with one stack of blocks.
 
     Raises:
-        InspectionError: It has none, or several, between which a stream cannot be chosen.
+        InspectionError: The model has no stack of blocks, or several.
     """
     stacks = find_stacks(named_layers(model))
     kind = type(unwrap(model)).__name__
@@ -123,15 +126,13 @@ class _Keeper:
     def outside(self) -> list[str]:
         """Return the layers that are not blocks, not in a block and not above one, each once."""
         blocks = [block.name for block in self._stream.blocks]
-        seen: set[int] = set()
-        found = []
-        for name, module in self._layers.items():
-            inside = any(name == each or name.startswith(f"{each}.") for each in blocks)
-            above = any(each.startswith(f"{name}." if name else "") for each in blocks)
-            if not inside and not above and id(module) not in seen:
-                seen.add(id(module))
-                found.append(name)
-        return found
+        others = {
+            name: module
+            for name, module in self._layers.items()
+            if not any(f"{name}.".startswith(f"{each}.") for each in blocks)
+            and not any(each.startswith(f"{name}." if name else "") for each in blocks)
+        }
+        return list(each_once(others))
 
     def enter(self, index: int, _: nn.Module, arguments: Any, keywords: Any) -> None:
         if index == 0:
@@ -150,7 +151,7 @@ class _Keeper:
         self._depth -= 1
 
     def check(self) -> None:
-        """Raise where the states are not one stream."""
+        """Raise if the states are not one stream."""
         shape = None if not self._states[0] else self._states[0][0].shape
         for block, found in zip([None, *self._stream.blocks], self._states, strict=True):
             name = "the first block" if block is None else repr(block.name)

@@ -1,9 +1,15 @@
-"""`lesion`: take every part of a model out in turn, and see what becomes of its answers."""
+"""`lesion`: every part of a model taken out in turn, and what becomes of its answers.
+
+It is public. The file at `path` is written after every prompt, and a second call goes on from it if
+the key is the same; the key covers weights, prompts, places and options, and changing how it is
+made orphans old files. The model runs in evaluation mode inside `unchanged`.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ import torch
 from torch import nn
 
 from torchfmri._arguments import check_callable, check_module, check_number, check_path, require
+from torchfmri._edit import Edit
 from torchfmri._files import to_json
 from torchfmri._lens import feature_labels
 from torchfmri._lesion.lesion_map import LesionMap
@@ -52,14 +59,14 @@ def lesion(
     features: object | None = None,
     labels: object | None = None,
 ) -> LesionMap:
-    """What becomes of a model's answers when its heads, MLPs or other parts are taken out.
+    """Take heads, MLPs or other parts out of a model in turn, and measure its answers.
 
     One forward pass carries many lesions, each in a row of its own; a row gives what a pass of its
     own would give, to rounding. The model runs in evaluation mode and is afterwards as it was.
 
     Args:
         model: A language model; its logits are asked for.
-        tokenizer: That of the model; None for token ids.
+        tokenizer: The model's tokenizer; None for token ids.
         prompts: One or several, texts or token ids. For a masked language model (BERT) they have a
             mask token for each token of the answer.
         answers: One for each prompt, with the space before it, such as `" Paris"`.
@@ -76,7 +83,7 @@ def lesion(
             backward pass), or `"both"`, which says how good the estimate is.
         tokens: Which tokens are lesioned, as in `Edit.at`; None for all of them.
         batch: How many lesions one forward pass carries.
-        seed: Of `"resample"`.
+        seed: The seed of `"resample"`.
         path: A file that is written after every prompt. Called again with the same arguments,
             `lesion` goes on where it was interrupted.
         on_step: Told (lesions done, lesions in all, prompt), for a progress bar.
@@ -95,6 +102,7 @@ def lesion(
     check_number("batch", batch, 1, "give how many lesions one pass carries, from 1")
     check_number("seed", seed, 0, "give a number from 0 upwards")
     check_callable("on_step", on_step, "give a function of done, total and prompt")
+    Edit.zero().at(tokens=tokens)  # refuses what selects nothing, before the model runs
     if switched_off():
         raise InspectionError("TORCHFMRI=off: nothing is attached, so nothing is lesioned.")
     questions = read_questions(model, tokenizer, prompts, answers, foils, metric)
@@ -109,20 +117,17 @@ def lesion(
     )
     key = _key(model, questions, targets, (edit, method, seed, repr(tokens)))
     done = _continue(path, key, len(questions))
+
+    def told(before: int, prompt: str, lesions: int) -> None:
+        if on_step is not None:
+            on_step(before + lesions, len(targets) * len(questions), prompt)
+
     with unchanged(model), compiled_code_as_eager(), evaluating(model):
         if len(done) < len(questions) and method != "attribution" and batch > 1:
             run.refuse_mixing(questions[0])
         run.gather(questions)
-        for number in range(len(done), len(questions)):
-            question = questions[number]
-
-            def step(
-                lesions: int, question: LesionQuestion = question, number: int = number
-            ) -> None:
-                if on_step is not None:
-                    total = len(targets) * len(questions)
-                    on_step(number * len(targets) + lesions, total, question.prompt)
-
+        for number, question in list(enumerate(questions))[len(done) :]:
+            step = partial(told, number * len(targets), question.prompt)
             done.append(run.measure(question, method != "lesion", method != "attribution", step))
             if path is not None:
                 _assemble(questions, targets, done, edit, key, texts).save(path)
@@ -150,7 +155,7 @@ def _feature_targets(
 
 
 def _texts(targets: Sequence[LesionTarget], labels: object) -> tuple[str, ...]:
-    """The label of each lesion; none at all where no table was given."""
+    """Return the label of each lesion; none at all if no table was given."""
     if labels is None:
         return ()
     return tuple(
@@ -193,11 +198,11 @@ def _assemble(
 
 
 def _continue(path: str | Path | None, key: str, count: int) -> list[Measured]:
-    """What a file has of these lesions already.
+    """Return the prompts that a file has lesioned already.
 
     Raises:
-        InspectionError: It is about other lesions.
-        FileFormatError: It is none of ours, or damaged.
+        InspectionError: The file has other lesions.
+        FileFormatError: The file is not a map of lesions, or it is damaged.
     """
     if path is None or not check_path("path", path).exists():
         return []
@@ -220,7 +225,7 @@ def _key(
     targets: Sequence[LesionTarget],
     options: Any,
 ) -> str:
-    """What tells these lesions from others: weights, prompts, places and options."""
+    """Return a key of these lesions: of weights, prompts, places and options."""
     sums = [
         [name, list(each.shape), str(each.dtype), _sum(each)]
         for name, each in unwrap(model).named_parameters()
@@ -237,7 +242,7 @@ def _key(
 
 
 def _tensor_sums(dictionary: Any) -> list[str]:
-    """The sums of a dictionary's weights, or of the tensors among its attributes."""
+    """Return the sums of a dictionary's weights, or of the tensors among its attributes."""
     own = dictionary.state_dict() if isinstance(dictionary, nn.Module) else vars(dictionary)
     return [f"{name} {_sum(each)}" for name, each in own.items() if isinstance(each, torch.Tensor)]
 

@@ -1,17 +1,23 @@
-"""The result of lesions: what each did to the metric, prompt by prompt."""
+"""The result of lesions: what each did to the metric, prompt by prompt, with its file.
+
+`lesion` fills it. It is public, and its file format is versioned (`_FORMAT`, `_VERSION`): fields
+may be added with a default, never renamed. `load` reads files as if an enemy wrote them, so every
+list and table is checked for its length. p is that of one lesion; only the dots of the picture are
+corrected for how many there are.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import check_number, check_path
+from torchfmri._contrast import t_quantile, t_tail
 from torchfmri._files import new_file, read_regular, seal, unseal
-from torchfmri._lesion.student import Paired, paired
 from torchfmri._model import nearest_names
 from torchfmri._text import Column, Grid, number_text, plural, printable
 from torchfmri.exceptions import FileFormatError, InspectionError, LayerNotFoundError
@@ -30,8 +36,41 @@ _ARRAYS: dict[str, tuple[int, type]] = {
 }
 """The fields that are arrays: their number of axes, and their type."""
 _MOST_FEATURES = 40
-"""Features that are drawn: one row each has to be read."""
+"""How many features are drawn: each has a row that must stay legible."""
 _UNITS = {"surprisal": "surprisal of the answer (nats)", "logit_difference": "logit difference"}
+
+
+class Paired(NamedTuple):
+    """Differences over prompts; NaN if there are fewer than two prompts.
+
+    Attributes:
+        mean: (n,)
+        low: (n,) the lower end of the interval.
+        high: (n,) its upper end.
+        t: (n,) Student's t; infinite where all differences are equal.
+        p: (n,) its two-sided p, not corrected for how many there are.
+    """
+
+    mean: Floats
+    low: Floats
+    high: Floats
+    t: Floats
+    p: Floats
+
+
+def paired(differences: Floats, level: float = 0.95) -> Paired:
+    """Return the mean, interval, t and p of differences (prompts, n), column by column."""
+    count = len(differences)
+    mean = differences.mean(0)
+    if count < 2:
+        unknown = np.full(mean.shape, np.nan)
+        return Paired(mean=mean, low=unknown, high=unknown, t=unknown, p=unknown)
+    error = differences.std(0, ddof=1) / np.sqrt(count)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(mean == 0, 0.0, mean / error)
+    reach = t_quantile((1 + level) / 2, count - 1) * error
+    p = t_tail(t, count - 1)
+    return Paired(mean=mean, low=mean - reach, high=mean + reach, t=t, p=p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +81,7 @@ class LesionMap:
         names: The lesions, such as "L9H6".
         kinds: What each is: "heads", "mlps", "attentions", "blocks", "voxels", "features" or
             "places".
-        blocks: (n,) the block of each; -1 where it is in none.
+        blocks: (n,) the block of each; -1 if it is in none.
         columns: (n,) the head or voxel of each; 0 for others.
         prompts: What was asked, and `answers` and `foils` beside it.
         answers: The answers that counted.
@@ -50,8 +89,8 @@ class LesionMap:
         metric: "surprisal", "logit_difference", or the name of a function.
         edit: "zero", "mean" or "resample".
         intact: (p,) the metric without lesions.
-        lesioned: (p, n) the metric with each lesion; NaN where it was only estimated.
-        estimate: (p, n) the change by attribution patching; NaN where it was not asked for.
+        lesioned: (p, n) the metric with each lesion; NaN if it was only estimated.
+        estimate: (p, n) the change by attribution patching; NaN if it was not asked for.
         activation: (p, n) the root mean square of what was lesioned, without lesions.
         key: What the lesions were made with, to tell whether a file can be continued.
         labels: The user's texts for features, one for each lesion; none where no table was given.
@@ -96,11 +135,11 @@ class LesionMap:
         return not bool(np.isnan(self.lesioned).all())
 
     def over_prompts(self, level: float = 0.95) -> Paired:
-        """Mean, interval, paired t and p of each effect over prompts."""
+        """Return the mean, interval, paired t and p of each effect over prompts."""
         return paired(self.effect, level)
 
     def effect_of(self, name: str) -> Floats:
-        """(p,) what one lesion did, prompt by prompt.
+        """Return (p,) the effect of one lesion, prompt by prompt.
 
         Raises:
             LayerNotFoundError: There is no such lesion.
@@ -112,20 +151,20 @@ class LesionMap:
         return found
 
     def top(self, count: int = 10) -> list[str]:
-        """The lesions with the largest mean effects in size, largest first."""
+        """Return the lesions with the largest mean effects in size, largest first."""
         check_number("count", count, 1, "give how many to name, from 1")
         order = np.argsort(-np.abs(self.effect.mean(0)), kind="stable")
         return [self.names[each] for each in order[:count]]
 
     def estimate_error(self) -> dict[str, float]:
-        """How far attribution patching is from the lesions themselves.
+        """Return how far attribution patching is from the lesions themselves.
 
         `r` is the correlation over lesions of the mean effects, `slope` that of the estimate on
         the effect, `median` and `largest` the size of the differences, `same_top` the share of the
         ten largest effects that the estimate also has among its ten.
 
         Raises:
-            InspectionError: Only one of both was asked for.
+            InspectionError: Lesions and estimates are both needed, and one is missing.
         """
         if not self.is_exact or bool(np.isnan(self.estimate).any()):
             raise InspectionError(
@@ -154,7 +193,7 @@ class LesionMap:
         return self.table()
 
     def table(self, count: int = 12, width: int | None = None) -> str:
-        """The largest effects, with interval and t over prompts.
+        """Return the largest effects, with interval and t over prompts.
 
         Args:
             count: How many lesions to show.
@@ -218,7 +257,7 @@ class LesionMap:
         return notes
 
     def _without_space(self) -> list[str]:
-        """A note about answers that would be written together with the last word of the prompt."""
+        """Return a note about answers that would continue the last word of the prompt."""
         joined = [
             (prompt, answer)
             for prompt, answer in zip(self.prompts, self.answers, strict=True)
@@ -228,14 +267,12 @@ class LesionMap:
             return []
         prompt, answer = joined[0]
         several = f" ({len(joined)} answers are so)" if len(joined) > 1 else ""
-        note = (
-            f"The answer {answer!r} has no space before it and continues the word "
-            f"{prompt.split()[-1]!r}; a word of its own is {' ' + answer!r}{several}."
-        )
-        return [note]
+        word = f"continues the word {prompt.split()[-1]!r}"
+        own = f"a word of its own is {' ' + answer!r}{several}."
+        return [f"The answer {answer!r} has no space before it and {word}; {own}"]
 
     def plot(self) -> Figure:
-        """The map of effects beside the map of activations: blocks down, heads or voxels across."""
+        """Draw effects beside activations: blocks down, heads or voxels across."""
         figure = new_figure(*self._picture().inches)
         draw_lesions(figure, self._picture())
         return figure
@@ -264,7 +301,7 @@ class LesionMap:
         )
 
     def _record(self) -> dict[str, Any]:
-        """The fields as plain data, without what `lesion` needs to go on."""
+        """Return the fields as plain data, without those that `lesion` needs to go on."""
         return {
             **{name: list(getattr(self, name)) for name in _TEXTS},
             **{name: getattr(self, name).tolist() for name in _ARRAYS},
@@ -273,7 +310,7 @@ class LesionMap:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
+        """Return everything as plain data, for JSON."""
         return {
             **self._record(),
             **{name: each.tolist() for name, each in self.over_prompts()._asdict().items()},
@@ -290,7 +327,7 @@ class LesionMap:
 
     @classmethod
     def load(cls, path: str | Path) -> LesionMap:
-        """The map in a file that `save` or an interrupted `lesion` wrote.
+        """Return the map in a file that `save` or an interrupted `lesion` wrote.
 
         Raises:
             FileFormatError: It is not such a file, or it is damaged.

@@ -1,4 +1,12 @@
-"""Lesions of one question: many rows in one forward pass, each row with a lesion of its own."""
+"""Lesions of one question: many rows in one forward pass, each row with a lesion of its own.
+
+`entry_point` and `patching` make a `LesionRun`. A row of a batch must give what a pass of its own
+would, so `refuse_mixing` compares rows first; its limit is rounding, which other batch sizes
+change. `reading` keeps values at places by hooks that only look. Attribution patching is the
+gradient of the metric times the change of the value, from one backward pass. Lesions are bound in
+the order of their rows, and the results of a pass are read by row. The rounding limits are
+measured; change them only with the tests of batches.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +42,8 @@ class Measured(NamedTuple):
 
     Attributes:
         intact: The metric.
-        lesioned: (n,) the metric with each lesion; NaN where lesions were only estimated.
-        estimate: (n,) estimated changes of the metric; NaN where none were asked for.
+        lesioned: (n,) the metric with each lesion; NaN if lesions were only estimated.
+        estimate: (n,) estimated changes of the metric; NaN if none were asked for.
         activation: (n,) the root mean square of each target's value.
     """
 
@@ -52,7 +60,7 @@ class LesionRun:
         model: The module to run, in evaluation mode.
         targets: What to lesion.
         edit: What a lesion is; "mean" and "resample" take their values from the questions.
-        seed: Of "resample".
+        seed: The seed of "resample".
         tokens: Which tokens are lesioned; None for all.
         batch: How many lesions one forward pass carries.
     """
@@ -68,7 +76,7 @@ class LesionRun:
     ) -> None:
         self.model, self.targets, self.batch = model, targets, batch
         self.layers = named_layers(model)
-        self._keys: list[Key] = list(dict.fromkeys(_key(each) for each in targets))
+        self._keys: list[Key] = list(dict.fromkeys(key_of(each.place) for each in targets))
         self._edit, self._seed, self._tokens = edit, seed, tokens
         self._values: dict[Key, Tensor] = {}
 
@@ -96,25 +104,20 @@ class LesionRun:
             step: Told how many lesions are done.
         """
         values, intact, estimates = self._intact(question, estimate)
-        sizes = self._sizes(values)
+        sizes = self._sizes(values)  # before any lesion: it refuses features that are not there
         lesioned = np.full(len(self.targets), np.nan)
         for first in range(0, len(self.targets), self.batch) if exact else ():
             several = self.targets[first : first + self.batch]
             lesioned[first : first + len(several)] = self.lesion_rows(question, several)
             step(first + len(several))
-        return Measured(
-            intact=intact,
-            lesioned=lesioned,
-            estimate=estimates,
-            activation=sizes,
-        )
+        return Measured(intact=intact, lesioned=lesioned, estimate=estimates, activation=sizes)
 
     def _sizes(self, values: Mapping[Key, Tensor]) -> NDArray[np.float64]:
-        """(n,) the root mean square of what each lesion takes out."""
+        """Return (n,) the root mean square of what each lesion takes out."""
         encoded: dict[str, Tensor] = {}  # one call of a dictionary, not one for each feature
         found = []
         for each in self.targets:
-            part = _part(values[_key(each)], each)
+            part = _units(values[key_of(each.place)], each.place)
             if each.source is not None and each.feature is not None:
                 name = each.source.name
                 if name not in encoded:
@@ -126,16 +129,19 @@ class LesionRun:
     def active_features(
         self, questions: Sequence[LesionQuestion], sources: Mapping[str, FeatureSource]
     ) -> dict[str, list[int]]:
-        """Place -> the features that are on at any token of the questions."""
+        """Return, by place, the features that are on at any token of the questions."""
         found: dict[str, set[int]] = {name: set() for name in sources}
-        wanted = [(each.place.layer, each.place.what) for each in sources.values()]
+        wanted = dict.fromkeys(key_of(each.place) for each in sources.values())
         for question in questions:
-            with torch.no_grad(), self.reading(list(dict.fromkeys(wanted))) as values:
+            with torch.no_grad(), self.reading(list(wanted)) as values:
                 logits_for(self.model, question.ids[None], question.needed)
             for name, source in sources.items():
-                key = (source.place.layer, source.place.what)
+                key = key_of(source.place)
                 if key not in values:
-                    raise InspectionError(f"Layer {key[0]!r} was never called as a module.")
+                    raise InspectionError(
+                        f"Layer {key[0]!r} was never called as a module, so no features are read "
+                        "there. Give a place that the model calls."
+                    )
                 with torch.no_grad():
                     on = source.features(_units(values[key], source.place)) > 0
                 found[name].update(on.flatten(0, -2).any(0).nonzero().flatten().tolist())
@@ -144,7 +150,7 @@ class LesionRun:
     def lesion_rows(
         self, question: LesionQuestion, several: Sequence[LesionTarget]
     ) -> NDArray[np.float64]:
-        """The metric with each of several lesions, in one forward pass."""
+        """Return the metric with each of several lesions, from one forward pass."""
         passes = EditPasses()
         bound = [self._lesion(each, row, passes) for row, each in enumerate(several)]
         found = self.rows(question, len(several), bound, passes)
@@ -159,21 +165,21 @@ class LesionRun:
     def rows(
         self, question: LesionQuestion, count: int, bound: Sequence[BoundEdit], passes: EditPasses
     ) -> list[float]:
-        """The metric of every row of one edited forward pass, each of which asks the question."""
+        """Return the metric of every row of one edited pass; each row asks the question."""
         ids = question.ids.expand(count, -1)
         with torch.no_grad(), attached(self.model, bound, passes, {}):
             found = question.measure(logits_for(self.model, ids, question.needed))
         return [float(each) for each in found]
 
     def bind(self, place: Place, edit: Edit, passes: EditPasses) -> BoundEdit:
-        """An edit at a place of this model."""
+        """Return an edit bound to a place of this model."""
         return BoundEdit(place, edit, self.layers[place.layer], passes, VOXEL)
 
     def refuse_mixing(self, question: LesionQuestion) -> None:
-        """Raise where the rows of a batch influence each other: a lesion would reach other rows.
+        """Raise if the rows of a batch influence each other: a lesion would reach other rows.
 
         Raises:
-            InspectionError: Saying how far the same row is from itself in other company.
+            InspectionError: A row gives other logits among other rows, beyond rounding.
         """
         ids = question.ids.expand(max(self.batch, 2), -1).clone()
         ids[1:] = ids[1:, :1]  # one token over and over: other statistics, and one expert's alone
@@ -192,7 +198,7 @@ class LesionRun:
             )
 
     def _lesion(self, target: LesionTarget, row: int, passes: EditPasses) -> BoundEdit:
-        edit, values = Edit.zero(), self._values.get(_key(target))
+        edit, values = Edit.zero(), self._values.get(key_of(target.place))
         if target.source is not None and target.feature is not None:
             edit = Edit.without_features(target.source.dictionary, [target.feature])
         elif self._edit == "mean" and values is not None:
@@ -204,7 +210,7 @@ class LesionRun:
     def _intact(
         self, question: LesionQuestion, estimate: bool
     ) -> tuple[dict[Key, Tensor], float, NDArray[np.float64]]:
-        """The values at all places, the metric, and the estimated effects, in one pass."""
+        """Return the values at all places, the metric, and the estimated effects."""
         estimates = np.full(len(self.targets), np.nan)
         with torch.set_grad_enabled(estimate), thawed(self.model, (), lambda _: None):
             with self.reading() as values:
@@ -215,7 +221,8 @@ class LesionRun:
         missing = [key for key in self._keys if key not in values]
         if missing:
             raise InspectionError(
-                f"Layer {missing[0][0]!r} was never called as a module: it cannot be lesioned."
+                f"Layer {missing[0][0]!r} was never called as a module, so it cannot be lesioned. "
+                "Leave it out of of=."
             )
         question.refuse_infinite(float(metric.detach()))
         detached = {key: value.detach() for key, value in values.items()}
@@ -224,7 +231,7 @@ class LesionRun:
     def _estimate(
         self, question: LesionQuestion, metric: Tensor, values: Mapping[Key, Tensor]
     ) -> NDArray[np.float64]:
-        """The change of the metric to first order: its gradient times the change of the value."""
+        """Return the metric's change to first order: its gradient times the change of the value."""
         if not metric.requires_grad:
             raise InspectionError(
                 "The metric has no gradient, so lesions cannot be estimated from it. Return "
@@ -233,10 +240,12 @@ class LesionRun:
         keys = [key for key in self._keys if key in values]
         found = torch.autograd.grad(metric, [values[key] for key in keys], allow_unused=True)
         gradients = dict(zip(keys, found, strict=True))
-        passes, estimates = _FedOnce(question), []
+        passes, estimates = EditPasses(), []
+        passes.feed(1, len(question.ids))  # edits are made outside of a pass here
         with torch.no_grad():
             for target in self.targets:
-                gradient, old = gradients[_key(target)], values[_key(target)].detach()
+                key = key_of(target.place)
+                gradient, old = gradients[key], values[key].detach()
                 new = self._lesion(target, 0, passes).change(old, None)
                 if gradient is None or new is None:
                     estimates.append(0.0)
@@ -278,24 +287,13 @@ class LesionRun:
         return hook_side(module, what, Hook(see, module), prepend=first)
 
 
-class _FedOnce(EditPasses):
-    """The tokens of one question, for edits that are made outside of a pass."""
-
-    def __init__(self, question: LesionQuestion) -> None:
-        super().__init__()
-        self.feed(1, len(question.ids))
-
-
-def _key(target: LesionTarget) -> Key:
-    return target.place.layer, target.place.what
-
-
-def _part(value: Tensor, target: LesionTarget) -> Tensor:
-    """The units of a target in the value of its layer."""
-    return _units(value, target.place)
+def key_of(place: Place) -> Key:
+    """Return the layer of a place, and which side of it."""
+    return place.layer, place.what
 
 
 def _units(value: Tensor, place: Place) -> Tensor:
+    """Return the units of a place in the value of its layer."""
     if place.units is None:
         return value
     return torch.cat([value[..., first:end] for first, end in place.units], -1)

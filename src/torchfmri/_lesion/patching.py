@@ -1,24 +1,144 @@
-"""`patch`: values of a clean run put into a corrupted one, tokens matched by their role."""
+"""`patch`: values of a clean run put into a corrupted one, tokens matched by their role.
+
+It is public. The clean run's values are read once and put in row by row, many patches in one pass.
+Tokens are matched by `match_roles`; those without a partner stay as they are and are listed. With
+`to=` the passes are those of `paths`. `PatchMap` is public too: a score is 0 if the metric stays as
+corrupted and 1 if it becomes that of the clean prompt, and may lie outside. Places from which no
+path leads are kept with score 0 and listed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_module, check_number, require
 from torchfmri._edit import BoundEdit, Edit, EditPasses
-from torchfmri._lesion.lesion_run import Key, LesionRun
-from torchfmri._lesion.patch_map import PatchMap
+from torchfmri._lesion.lesion_run import Key, LesionRun, key_of
 from torchfmri._lesion.paths import Paths
 from torchfmri._lesion.questions import LesionQuestion, logits_for, read_questions
-from torchfmri._lesion.roles import Pairs, matched_tokens, token_label, unmatched_tokens
 from torchfmri._lesion.targets import LesionTarget, find_targets
 from torchfmri._model import compiled_code_as_eager, evaluating, runnable, unchanged
+from torchfmri._text import Column, Grid, number_text, plural
 from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import PatchPicture, draw_patches, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Pairs = list[tuple[int, int]]
+"""(Clean position, corrupted position)."""
+
+_MOST_NAMES = 6
+
+
+@dataclass(frozen=True, eq=False)
+class PatchMap:
+    """How much of the clean answer comes back when values of the clean run are put in.
+
+    Attributes:
+        names: The places.
+        blocks: (n,) their blocks; -1 for none.
+        labels: The tokens that were patched one by one; one label, "all tokens", where all were.
+        pairs: (clean position, corrupted position) of the tokens that stand for each other.
+        metric: "logit_difference" or "surprisal".
+        clean: The metric of the clean prompt.
+        corrupted: The metric of the corrupted one.
+        patched: (n, labels) the metric of the corrupted prompt with each patch.
+        unmatched: Tokens of either prompt that stand for none of the other, which stay as they are.
+        to: What the patches reach; "" if everything after them.
+        unreached: Places from which nothing arrives at `to`, because no path leads there; their
+            score is 0.
+
+    Examples:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> patches = torchfmri.patch(model, tokenizer, "Tom had a", "Lily had a", " dog")
+        >>> patches.score.shape
+        (5, 1)
+    """
+
+    names: tuple[str, ...]
+    blocks: NDArray[np.int64]
+    labels: tuple[str, ...]
+    pairs: tuple[tuple[int, int], ...]
+    metric: str
+    clean: float
+    corrupted: float
+    patched: NDArray[np.float64]
+    unmatched: tuple[str, ...] = ()
+    to: str = ""
+    unreached: tuple[str, ...] = ()
+
+    @property
+    def score(self) -> NDArray[np.float64]:
+        """(n, labels) 0 if it is as corrupted, 1 if it is as clean."""
+        found: NDArray[np.float64] = (self.patched - self.corrupted) / (self.clean - self.corrupted)
+        return found + 0.0  # no -0
+
+    def top(self, count: int = 10) -> list[tuple[str, str, float]]:
+        """Return place, token and score of the patches with the highest scores."""
+        check_number("count", count, 1, "give how many to name, from 1")
+        order = np.argsort(-self.score, axis=None, kind="stable")[:count]
+        places = [np.unravel_index(int(each), self.score.shape) for each in order]
+        return [
+            (self.names[int(n)], self.labels[int(t)], float(self.score[n, t])) for n, t in places
+        ]
+
+    def __repr__(self) -> str:
+        return f"<PatchMap of {plural(len(self.names), 'place')}: {self.metric}>"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, count: int = 12, width: int | None = None) -> str:
+        """Return the patches with the highest scores as text."""
+        found = self.top(count)
+        way = self.to and f", on the direct way to {self.to}"
+        notes = [f"not matched by role: {', '.join(self.unmatched)}"] if self.unmatched else []
+        if self.unreached:
+            shown = ", ".join(self.unreached[:_MOST_NAMES])
+            more = ", ..." * (len(self.unreached) > _MOST_NAMES)
+            notes.append(
+                f"no path leads to {self.to} from {plural(len(self.unreached), 'place')} ({shown}"
+                f"{more}), which come after it or beside it: nothing arrives, and the score is 0"
+            )
+        return Grid(
+            title=(
+                f"clean values of {plural(len(self.names), 'place')} put into the corrupted "
+                f"prompt{way}: {self.metric} {number_text(self.corrupted)} as corrupted (score 0), "
+                f"{number_text(self.clean)} as clean (score 1)"
+            ),
+            heading="place",
+            names=[place for place, _, _ in found],
+            columns=[
+                Column("token", [token for _, token, _ in found], 5, right=False),
+                Column("score", [f"{score:.3f}" for _, _, score in found], 9),
+            ],
+            notes=notes,
+        ).text(width)
+
+    def plot(self) -> Figure:
+        """Draw the scores: places down, tokens across."""
+        score = np.where(np.isin(self.names, self.unreached)[:, None], np.nan, self.score)
+        picture = PatchPicture(
+            names=self.names, labels=self.labels, score=score, metric=self.metric, to=self.to
+        )
+        figure = new_figure(*picture.inches)
+        draw_patches(figure, picture)
+        return figure
+
+    def draw(self, path: str | Path) -> None:
+        """Write the picture of `plot` to a file."""
+        save_figure(self.plot(), path, dpi=150)
 
 
 def patch(
@@ -43,7 +163,7 @@ def patch(
 
     Args:
         model: A language model.
-        tokenizer: That of the model.
+        tokenizer: The model's tokenizer.
         clean: The prompt that has the answer.
         corrupted: The same with something exchanged, so that the answer changes.
         answer: The answer to the clean prompt, with the space before it; or its token ids.
@@ -72,7 +192,7 @@ def patch(
     run = LesionRun(
         model=runnable(model), targets=targets, edit="zero", seed=0, tokens=None, batch=batch
     )
-    matched = matched_tokens(asked, pairs)
+    matched = _matched_tokens(asked, pairs)
     groups = [matched] if per == "place" else [[each] for each in matched]
     with unchanged(model), compiled_code_as_eager(), evaluating(model):
         if batch > 1:
@@ -100,7 +220,7 @@ def patch(
             way.refuse_unreached(targets)
     labels = ["all tokens"]
     if per == "token":
-        labels = [token_label(tokenizer, asked[1].ids, position) for _, position in matched]
+        labels = [_token_label(tokenizer, asked[1].ids, position) for _, position in matched]
     return PatchMap(
         names=tuple(each.place.name for each in targets),
         blocks=np.array([-1 if t.place.block is None else t.place.block for t in targets]),
@@ -110,7 +230,7 @@ def patch(
         clean=metrics[0],
         corrupted=metrics[1],
         patched=np.array(patched).reshape(len(targets), len(groups)),
-        unmatched=unmatched_tokens(tokenizer, asked, matched),
+        unmatched=un_matched_tokens(tokenizer, asked, matched),
         to="" if way is None else way.name,
         unreached=() if way is None else way.unreached(targets),
     )
@@ -119,10 +239,10 @@ def patch(
 def _bind_patches(
     run: LesionRun, work: Sequence[tuple[LesionTarget, Pairs]], values: Mapping[Key, Tensor]
 ) -> tuple[list[BoundEdit], EditPasses]:
-    """The patches of one pass, one in each row."""
+    """Return the patches of one pass, one in each row."""
     passes, bound = EditPasses(), []
     for row, (target, pairs) in enumerate(work):
-        donor = values[target.place.layer, target.place.what].detach()
+        donor = values[key_of(target.place)].detach()
         edit = Edit.replace(donor, source=[one for one, _ in pairs])
         edit = edit.at(tokens=[other for _, other in pairs], rows=[row])
         bound.append(run.bind(target.place, edit, passes))
@@ -135,3 +255,58 @@ def _refuse_equal(metrics: Sequence[float], asked: Sequence[LesionQuestion]) -> 
             f"The clean and the corrupted prompt have the same {asked[0].metric}, "
             f"{metrics[0]:.6g}: there is nothing to bring back. Exchange what the answer hangs on."
         )
+
+
+def match_roles(clean: Sequence[int], corrupted: Sequence[int]) -> Pairs:
+    """Return the positions of two prompts that stand for each other.
+
+    Equal runs of tokens are matched one to one, and so are exchanged runs of equal length. Of
+    exchanged runs of different lengths the last tokens are matched: there a name is complete.
+
+    Examples:
+        >>> match_roles([1, 2, 3, 9], [1, 7, 8, 3, 9])
+        [(0, 0), (1, 2), (2, 3), (3, 4)]
+    """
+    pairs: Pairs = []
+    steps = SequenceMatcher(None, list(clean), list(corrupted), autojunk=False).get_opcodes()
+    for kind, a, a_end, b, b_end in steps:
+        if kind == "equal" or (kind == "replace" and a_end - a == b_end - b):
+            pairs += zip(range(a, a_end), range(b, b_end), strict=True)
+        elif kind == "replace":
+            pairs.append((a_end - 1, b_end - 1))
+    return pairs
+
+
+def _matched_tokens(
+    asked: Sequence[LesionQuestion], given: Sequence[tuple[int, int]] | None
+) -> Pairs:
+    lengths = [len(each.ids) for each in asked]
+    if given is None:
+        return match_roles(asked[0].ids.tolist(), asked[1].ids.tolist())
+    found = [(int(one), int(other)) for one, other in given]
+    wrong = [p for p in found if not (0 <= p[0] < lengths[0] and 0 <= p[1] < lengths[1])]
+    meaning = (
+        f"positions are 0 to {lengths[0] - 1} in the clean prompt and 0 to {lengths[1] - 1} in the "
+        "corrupted one"
+    )
+    require(bool(found) and not wrong, "pairs", wrong or given, meaning)
+    twice = len({other for _, other in found}) < len(found)
+    require(not twice, "pairs", given, "a corrupted position stands twice; give each once")
+    return found
+
+
+def _token_label(tokenizer: Any, ids: Tensor, position: int) -> str:
+    token = int(ids[position])
+    text = tokenizer.decode([token]) if hasattr(tokenizer, "decode") else str(token)
+    return f"{position} {text!r}"
+
+
+def un_matched_tokens(
+    tokenizer: Any, asked: Sequence[LesionQuestion], pairs: Pairs
+) -> tuple[str, ...]:
+    missing = []
+    for side, (question, name) in enumerate(zip(asked, ("clean", "corrupted"), strict=True)):
+        known = {each[side] for each in pairs}
+        rest = [each for each in range(len(question.ids)) if each not in known]
+        missing += [f"{name} {_token_label(tokenizer, question.ids, each)}" for each in rest]
+    return tuple(missing)

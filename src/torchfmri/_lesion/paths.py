@@ -1,9 +1,11 @@
 """Paths: what a place sends to others on the direct way, past everything in between.
 
-Two passes for each sender, many senders at once. In the first one the sender has its clean value,
-and every attention and MLP after it is held at what it is in the corrupted prompt; only the
-residual stream carries the change. What then arrives at the receivers is put into a second pass,
-where all else runs freely. Norms are computed anew in both.
+`patch(to=...)` makes a `Paths`. There are two passes for each sender, many senders at once. In the
+first one the sender has its clean value, and every attention and MLP after it is held at its value
+in the corrupted prompt; only the residual stream carries the change. What then arrives at the
+receivers is put into a second pass, where all else runs freely. Norms are computed anew in both.
+Receivers that are held themselves must be read before they are (`before_edits`), or nothing would
+ever arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from torchfmri._arguments import require
 from torchfmri._edit import BoundEdit, Edit, EditPasses, attached
-from torchfmri._lesion.lesion_run import Key, LesionRun
+from torchfmri._lesion.lesion_run import Key, LesionRun, key_of
 from torchfmri._lesion.questions import LesionQuestion, logits_for
 from torchfmri._lesion.targets import LesionTarget
 from torchfmri._model import Block, Place, find_stacks, places_of
@@ -56,14 +58,20 @@ class Paths:
         self._run, self._question = run, question
         receivers = [] if names == [LOGITS] else names
         self._receivers = [place for name in receivers for place in places_of(run.layers, name)]
-        (self._blocks,) = _only_stack(run)
+        stacks = list(find_stacks(run.layers).values())
+        if len(stacks) != 1:
+            raise InspectionError(
+                "Path patching holds what is between two places of one stack of blocks, and the "
+                f"model has {len(stacks)}. Patch without to=."
+            )
+        self._blocks: list[Block] = stacks[0]
         self._held = [
             _Held(place, index, order)
             for part, order in (("hook_attn_out", _ATTENTION), ("hook_mlp_out", _MLP))
             for index in range(len(self._blocks))
             for place in places_of(run.layers, f"blocks.{index}.{part}")
         ]
-        keys = [(each.place.layer, each.place.what) for each in self._held]
+        keys = [key_of(each.place) for each in self._held]
         with torch.no_grad(), run.reading(keys) as values:
             logits_for(run.model, question.ids[None], question.needed)
         self._corrupted: dict[Key, Tensor] = values
@@ -76,7 +84,7 @@ class Paths:
         passes: EditPasses,
         corrupted: float,
     ) -> list[float]:
-        """The metric with the patch of each sender, one in each row, where only receivers get it.
+        """Return the metric with each sender's patch, one in each row, that receivers alone get.
 
         Args:
             senders: What is patched in each row.
@@ -93,7 +101,7 @@ class Paths:
         reached = self._reached(senders, arrived)
         second = EditPasses()
         received = [
-            self._run.bind(place, Edit.replace(arrived[place.layer, place.what]), second)
+            self._run.bind(place, Edit.replace(arrived[key_of(place)]), second)
             for place in self._receivers
         ]
         found = self._run.rows(question, count, received, second)
@@ -106,8 +114,8 @@ class Paths:
     def _arrivals(
         self, count: int, bound: Sequence[BoundEdit], passes: EditPasses
     ) -> dict[Key, Tensor]:
-        """What receivers are handed in an edited pass."""
-        keys = list(dict.fromkeys((each.layer, each.what) for each in self._receivers))
+        """Return what receivers are handed in an edited pass."""
+        keys = list(dict.fromkeys(map(key_of, self._receivers)))
         ids = self._question.ids.expand(count, -1)
         with (
             torch.no_grad(),
@@ -145,15 +153,15 @@ class Paths:
         return blocks[0].index if blocks else None
 
     def unreached(self, senders: Sequence[LesionTarget]) -> tuple[str, ...]:
-        """The senders of which nothing arrived in any row so far."""
+        """Return the senders of which nothing has arrived in any row so far."""
         names = (each.place.name for each in senders)
         return tuple(name for name in names if not self._arrived.get(name, False))
 
     def refuse_unreached(self, senders: Sequence[LesionTarget]) -> None:
-        """Raise where nothing of any sender arrives.
+        """Raise if nothing of any sender arrives.
 
         Raises:
-            InspectionError: Naming both ends.
+            InspectionError: Nothing arrives from any sender; both ends are named.
         """
         missing = self.unreached(senders)
         if len(missing) == len(senders):
@@ -164,22 +172,22 @@ class Paths:
             )
 
     def _hold(self, senders: Sequence[LesionTarget], passes: EditPasses) -> list[BoundEdit]:
-        """Edits that hold everything after each sender, in its row."""
+        """Return edits that hold everything after each sender, in its row."""
         where = [self._place_of(each.place) for each in senders]
         found = []
         for held in self._held:
             rows = [row for row, each in enumerate(where) if each < (held.block, held.order)]
             if rows:
-                value = self._corrupted[held.place.layer, held.place.what]
+                value = self._corrupted[key_of(held.place)]
                 edit = Edit.replace(value).at(rows=rows)
                 found.append(self._run.bind(held.place, edit, passes))
         return found
 
     def _place_of(self, place: Place) -> tuple[int, int]:
-        """Block and order of a sender.
+        """Return the block of a sender, and where it stands in it.
 
         Raises:
-            InspectionError: It is in no block, or neither in its attention nor in its MLP.
+            InspectionError: The sender is in no block, or in neither its attention nor its MLP.
         """
         for block in self._blocks:
             inner = place.layer.removeprefix(f"{block.name}.")
@@ -194,9 +202,9 @@ class Paths:
         )
 
     def _order(self, block: Block, place: Place, inner: str) -> int:
-        """Where in its block a sender stands, which has the name `inner` there."""
+        """Return where in its block a sender stands; its name there is `inner`."""
         for held in self._held:
-            if (place.layer, place.what) == (held.place.layer, held.place.what):
+            if key_of(place) == key_of(held.place):
                 return held.order
         mlp = places_of(self._run.layers, f"layers.{block.index}.mlp")[0].layer
         parents = {block.attention(): _ATTENTION, mlp.removeprefix(f"{block.name}."): _MLP}
@@ -207,13 +215,3 @@ class Paths:
             f"{place.name!r} is neither in the attention nor in the MLP of block {block.name!r}, "
             "so what comes after it cannot be held. Patch it without to=."
         )
-
-
-def _only_stack(run: LesionRun) -> list[list[Block]]:
-    stacks = list(find_stacks(run.layers).values())
-    if len(stacks) != 1:
-        raise InspectionError(
-            f"Path patching holds what is between two places of one stack of blocks, and the model "
-            f"has {len(stacks)}. Patch without to=."
-        )
-    return stacks

@@ -1,10 +1,22 @@
-"""Questions: a prompt, the answer that counts, and what the model is asked about it."""
+"""Questions: a prompt, the answer that counts, and what the model is asked about it.
+
+`lesion` and `patch` make questions with `read_questions`; `lesion_run` and `paths` feed `ids`, get
+the logits of the last `needed` positions from `logits_for`, and hand exactly these to `measure`,
+which counts positions from the end; `steer` uses `logits_for` alone. Whoever changes what `ids`
+holds for a metric (see `LesionQuestion`) therefore changes `needed` and `measure` with it. A model
+that takes `logits_to_keep` computes the needed logits alone. Masked language models are asked at
+their masks, all masked at once. Effects of lesions are small differences, so the metrics by name
+are computed in float64, and the number that a user's function returns is never rounded. Words of
+errors are free; a new metric by name is an entry of `METRICS` and a branch in `measure`, `needed`
+and `_question`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -39,13 +51,16 @@ class LesionQuestion:
 
     Attributes:
         prompt: As text, or the ids in words.
-        answer: As text; "" where there is none.
-        foil: The other answer, as text; "" where there is none.
-        ids: (s,) prompt and answer; of a logit difference and of masked models, the prompt.
+        answer: As text; "" if there is none.
+        foil: The other answer, as text; "" if there is none.
+        ids: (s,) what the model is fed. For the surprisal that is the prompt and the answer without
+            its last token, which predicts nothing that counts; for a function the prompt and the
+            whole answer; for a logit difference and for masked models the prompt.
         answer_ids: (a,) the answer's.
         foil_id: The first of the foil's.
         metric: "surprisal", "logit_difference", or a function of logits and ids.
-        masks: Where the answer's tokens are masked in the prompt; () where the answer comes after.
+        masks: Positions of the mask tokens in the prompt; () for causal models, whose answer
+            follows the prompt, and for a function.
     """
 
     prompt: str
@@ -65,20 +80,25 @@ class LesionQuestion:
         return 1 if self.metric == "logit_difference" else len(self.answer_ids)
 
     def measure(self, logits: Tensor) -> Tensor:
-        """The metric of every row, (b,), from the logits (b, s, vocabulary) of the last positions.
+        """Return (b,) the metric of every row, from the logits (b, s, vocabulary).
 
         Raises:
             InspectionError: A function of the user's did not return one number.
         """
         if callable(self.metric):
             found = [self.metric(row, self.ids) for row in logits]
-            wrong = [each for each in found if getattr(each, "numel", lambda: 1)() != 1]
-            if wrong or not all(isinstance(each, (int, float, Tensor)) for each in found):
+            wrong = [each for each in found if not _is_one_number(each)]
+            if wrong:
                 raise InspectionError(
-                    f"The metric returned {type((wrong or found)[0]).__name__} for logits of shape "
+                    f"The metric returned {_kind(wrong[0])} for logits of shape "
                     f"{tuple(logits.shape[1:])}; it has to return one number."
                 )
-            return torch.stack([torch.as_tensor(each).reshape(()) for each in found])
+            tensors = [each.reshape(()) for each in found if isinstance(each, Tensor)]
+            if len(tensors) == len(found):
+                return torch.stack(tensors)
+            # Python's numbers have 64 bits, and torch would make float32 of them.
+            numbers = [float(each.detach() if isinstance(each, Tensor) else each) for each in found]
+            return torch.tensor(numbers, dtype=torch.float64, device="cpu")
         wide = logits.double()
         if self.masks:
             wide = wide[:, list(self.masks)]
@@ -91,10 +111,10 @@ class LesionQuestion:
         return -picked.sum((1, 2))
 
     def refuse_infinite(self, found: float) -> None:
-        """Raise where the metric of the prompt as it is cannot be compared with anything.
+        """Raise if the metric of the prompt as it is cannot be compared with anything.
 
         Raises:
-            InspectionError: It is NaN or infinite.
+            InspectionError: The metric is NaN or infinite.
         """
         if not math.isfinite(found):
             name = self.metric if isinstance(self.metric, str) else "metric"
@@ -112,10 +132,11 @@ def read_questions(
     foils: str | Sequence[str] | None,
     metric: Metric,
 ) -> list[LesionQuestion]:
-    """The questions that prompts and answers make.
+    """Return the questions that prompts and answers make.
 
     Raises:
-        InspectionError: They do not fit together, or an answer has no tokens.
+        InspectionError: Prompts and answers do not fit together, an answer has no tokens, the model
+            does not know a token, or a masked model cannot be asked.
     """
     known = isinstance(metric, str) and metric in METRICS
     choices = f"choose {' or '.join(map(repr, METRICS))}, or give a function of logits and ids"
@@ -146,7 +167,7 @@ def read_questions(
 
 
 def logits_for(model: nn.Module, ids: Tensor, needed: int | None) -> Tensor:
-    """The logits (b, n, vocabulary) of the last `needed` positions.
+    """Return the logits (b, n, vocabulary) of the last `needed` positions.
 
     Raises:
         InspectionError: The model returns none.
@@ -169,11 +190,12 @@ def logits_for(model: nn.Module, ids: Tensor, needed: int | None) -> Tensor:
 def _question(
     model: nn.Module, tokenizer: Any, prompt: Any, answer: Any, foil: Any, metric: Metric
 ) -> LesionQuestion:
-    ids = encode(prompt, tokenizer).ids[0]
+    ids = encode(prompt, tokenizer).ids[0].cpu()  # they are joined here, and moved below
     answer_ids = torch.empty(0, dtype=torch.long, device="cpu")
     if answer is not None:
         answer_ids = _answer_ids(answer, tokenizer, "answer")
-    foil_id = None if foil is None else int(_answer_ids(foil, tokenizer, "foil")[0])
+    foil_ids = None if foil is None else _answer_ids(foil, tokenizer, "foil")
+    foil_id = None if foil_ids is None else int(foil_ids[0])
     if metric == "logit_difference" and foil_id == int(answer_ids[0]):
         raise InspectionError(
             f"The answer {answer!r} and the foil {foil!r} begin with the same token: their "
@@ -187,7 +209,10 @@ def _question(
         end = None if callable(metric) else -1  # the last token predicts nothing that counts
         fed = torch.cat([ids, answer_ids[:end]])
     place = device_of(model)
-    refuse_unknown_ids(model, torch.cat([ids, answer_ids])[None])
+    refuse_unknown_ids(model, ids[None])
+    refuse_unknown_ids(model, answer_ids[None], what="answer")
+    if foil_ids is not None:
+        refuse_unknown_ids(model, foil_ids[None], what="foil")
     return LesionQuestion(
         prompt=prompt if isinstance(prompt, str) else str(ids.tolist()),
         answer="" if answer is None else str(answer),
@@ -203,10 +228,12 @@ def _question(
 def _masks(
     model: nn.Module, tokenizer: Any, ids: Tensor, answer: Any, answer_ids: Tensor, metric: Metric
 ) -> tuple[int, ...]:
-    """Where a masked language model is asked for the tokens of an answer.
+    """Return the positions at which a masked language model is asked for an answer.
 
     Raises:
-        InspectionError: The prompt has not one mask for each token of the answer.
+        InspectionError: The model has no language modelling head, no tokenizer says what the mask
+            token is, or the prompt does not have exactly one mask per answer token. A logit
+            difference is asked at the first mask, so more of them are accepted there.
     """
     if callable(metric):
         return ()  # it is given all logits, and knows where to look
@@ -227,11 +254,15 @@ def _masks(
     wanted = 1 if metric == "logit_difference" else len(answer_ids)
     if len(found) < 1 or (len(found) != wanted and metric != "logit_difference"):
         text = getattr(tokenizer, "mask_token", mask)
-        raise InspectionError(
-            f"{kind} predicts tokens that are masked, not the next one. The prompt has "
-            f"{plural(len(found), 'mask token')}, and the answer {answer!r} has "
-            f"{plural(len(answer_ids), 'token')}: write {text!r} for each of them in the prompt."
-        )
+        has = f"The prompt has {plural(len(found), 'mask token')}"
+        if metric == "logit_difference":
+            advice = f"{has}: write {text!r} where answer and foil would stand."
+        else:
+            advice = (
+                f"{has}, and the answer {answer!r} has {plural(len(answer_ids), 'token')}: write "
+                f"{text!r} for each of them in the prompt."
+            )
+        raise InspectionError(f"{kind} predicts tokens that are masked, not the next one. {advice}")
     return tuple(found[:wanted])
 
 
@@ -240,7 +271,21 @@ def _answer_ids(text: Any, tokenizer: Any, what: str) -> Tensor:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         require(bool(found), what, text, "it has no tokens; give a text with some")
         return torch.tensor(found, device="cpu")
-    return encode(text, tokenizer).ids[0]
+    return encode(text, tokenizer).ids[0].cpu()
+
+
+def _is_one_number(value: object) -> bool:
+    """Whether what a metric returned is one real number; numpy's count."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+def _kind(value: object) -> str:
+    """Return what a metric returned, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return type(value).__name__
 
 
 def _is_ids(value: Any) -> bool:
@@ -253,8 +298,9 @@ def _is_ids(value: Any) -> bool:
 def _as_many(value: Any, count: int, name: str) -> list[Any] | None:
     if value is None:
         return None
+    meaning = f"give one for each of {count} prompts, or one for all"
+    require(isinstance(value, (int, Iterable)), name, value, meaning)
     several = [value] * count if isinstance(value, (str, int)) else list(value)
     several = [[each] if isinstance(each, int) else each for each in several]  # the id of a token
-    meaning = f"give one for each of {count} prompts, or one for all"
     require(len(several) == count, name, value, meaning)
     return several

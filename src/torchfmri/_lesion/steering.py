@@ -1,4 +1,10 @@
-"""`steer`: an answer with a direction added while it is written, beside plain and random ones."""
+"""`steer`: an answer with a direction added while it is written, beside plain and random ones.
+
+It is public. The direction is added from the last token of the prompt on. Random directions of the
+same length are the control: without them any large push looks like an effect. Answers are greedy,
+so that a difference comes from the edit and not from sampling. The first vector of `vectors` is the
+user's and the others are the controls; results are read by that position. Table and words are free.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +34,7 @@ class Steering:
     Attributes:
         prompt: What was asked.
         place: Where the direction was added.
-        question: What it is the direction of; "" where that is not known.
+        question: The contrast that the direction comes from; "" if that is not known.
         factor: How much of it was added.
         plain: The answer without it.
         steered: The answer with it.
@@ -64,7 +70,7 @@ class Steering:
         return self.table()
 
     def table(self, width: int | None = None) -> str:
-        """The answers, one below the other, with how far each moves the next token."""
+        """Return the answers, one below the other, with how far each moves the next token."""
         above = int((self.random_shifts >= self.shift).sum())
         what = f"{self.question} " if self.question else ""
         shifts = [0.0, self.shift, *self.random_shifts]
@@ -107,14 +113,14 @@ def steer(
 
     Args:
         model: A language model with `generate`.
-        tokenizer: That of the model.
+        tokenizer: The model's tokenizer.
         prompt: A text, chat messages, or token ids.
         direction: `contrast.direction(layer)` of a signed contrast, or (w,) a vector.
         place: Where to add it: a layer or a name such as `"L9"`. By default the direction's layer.
         factor: How much of it; negative to take it away.
         max_new_tokens: How much to write at most.
         random: How many random directions of the same length to compare with, from 1.
-        seed: Of the random directions.
+        seed: The seed of the random directions.
 
     Raises:
         LayerNotFoundError: There is no such place.
@@ -126,7 +132,9 @@ def steer(
     check_number("seed", seed, 0, "give a number from 0 upwards")
     wanted = _direction_at(direction, place)
     if len(places_of(named_layers(model), wanted.layer)) != 1:
-        raise InspectionError(f"place={wanted.layer!r} stands for several places: name one.")
+        raise InspectionError(
+            f"place={wanted.layer!r} stands for several places. Name one of them."
+        )
     if not hasattr(unwrap(model), "generate"):
         kind = type(unwrap(model)).__name__
         raise InspectionError(f"{kind} has no generate(): give a language model of transformers.")
@@ -135,9 +143,9 @@ def steer(
     refuse_unknown_ids(model, ids)
     answers = _Answers(model, tokenizer, ids.to(device_of(model)), max_new_tokens)
     vectors = [wanted.vector, *wanted.random(random, seed)]
+    edits = [Edit.add(torch.as_tensor(each), factor) for each in vectors]  # checked before we write
     with unchanged(model), evaluating(model), torch.no_grad():
         plain, logs = answers.write()
-        edits = [Edit.add(torch.as_tensor(each), factor) for each in vectors]
         found = [answers.write({wanted.layer: each}) for each in edits]
     shifts = [float((new.exp() * (new - logs)).sum()) for _, new in found]
     return Steering(
@@ -160,7 +168,7 @@ class _Answers:
         self._model, self._tokenizer, self._ids, self._most = model, tokenizer, ids, most
 
     def write(self, edits: dict[str, Edit] | None = None) -> tuple[str, Tensor]:
-        """An answer, and the log probabilities of its first token."""
+        """Return an answer, and the log probabilities of its first token."""
         count = self._ids.shape[1]
         here = {
             place: each.at(tokens=slice(count - 1, None)) for place, each in (edits or {}).items()
@@ -175,22 +183,22 @@ class _Answers:
         return self.decode(written[0, count:]), logs
 
     def decode(self, ids: Tensor) -> str:
-        """Tokens as text."""
+        """Return tokens as text."""
         if self._tokenizer is None:
             return str(ids.tolist())
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def _padding(self) -> int:
-        """One row needs no padding; a number keeps transformers from warning about it."""
+        """Return a padding token: one row needs none, but transformers warns without one."""
         known = getattr(self._tokenizer, "pad_token_id", None)
         return 0 if known is None else int(known)
 
 
 def _direction_at(direction: Any, place: str | None) -> Direction:
-    """The direction with the place where it is added.
+    """Return the direction with the place at which it is added.
 
     Raises:
-        InspectionError: It is none, or no place is known.
+        InspectionError: The value is not a direction, or no place is known.
     """
     if isinstance(direction, Direction):
         layer = direction.layer if place is None else place

@@ -1,4 +1,9 @@
-"""What is lesioned, one after the other: heads, MLPs, blocks, voxels, or places of one's choice."""
+"""What is lesioned, one after the other: heads, MLPs, blocks, voxels, features, or places.
+
+`lesion` and `patch` ask `find_targets`. A new kind is an entry of `KINDS`, a word with the places
+that it means. The order is that of the blocks, and names are unique: maps, files and pictures find
+lesions by them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ class LesionTarget:
 
 
 def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[LesionTarget]:
-    """The lesions that words or names of places mean, block after block.
+    """Return the lesions that words or names of places mean, block after block.
 
     Raises:
         LayerNotFoundError: A place matches no layer.
@@ -107,13 +112,13 @@ class FeatureChoice(NamedTuple):
     is_open: bool
 
     def targets(self, active: Mapping[str, Sequence[int]]) -> list[LesionTarget]:
-        """One lesion for each feature.
+        """Return one lesion for each feature.
 
         Args:
             active: Place -> the features that are on at any token of the prompts.
 
         Raises:
-            InspectionError: None is.
+            InspectionError: No feature is on.
         """
         found = []
         for place, source in self.sources.items():
@@ -140,7 +145,7 @@ class FeatureChoice(NamedTuple):
 def split_features(
     model: nn.Module, of: str | Sequence[str], features: object
 ) -> tuple[list[str], FeatureChoice | None]:
-    """What else is lesioned, and which features.
+    """Return what else is lesioned, and which features.
 
     Raises:
         LayerNotFoundError: A dictionary is of no layer of the model.

@@ -1,11 +1,11 @@
 """The user's model: the names of its layers, and running it without leaving a trace.
 
-`patterns` and `layers` turn wildcards into names and modules. `place_names` takes names such as
-`L9H6` apart, `blocks` and `block_places` find what they mean in a block of any architecture,
-`places` in a model, and `place_table` in a stored scan. `attachment` is the off switch. `snapshot`
-and `generators` put back what a pass changed; `interruption` keeps Ctrl-C from ending that
-half-way, `threads` two threads from doing it at a time. `forward_pass` and `backward_pass` run the
-user's data, `optimizer_steps` notices steps, `named_models` and `factory` load named models.
+`patterns` and `layers` turn wildcards into names and modules. `place_names` takes `L9H6` apart;
+`blocks`, `block_places`, `places` and `place_table` find it in a block, a model, a stored scan.
+`attachment` is the off switch. `snapshot` and `generators` put back what a pass changed, also on
+Ctrl-C (`interruption`) and one thread at a time (`threads`). `copies` are trained in place of the
+user's model, `forward_pass` and `backward_pass` run the user's data, `optimizer_steps` and
+`step_calls` notice steps, and `named_models` and `factory` load named models.
 """
 
 from torchfmri._model.attachment import compiled_code_as_eager, switched_off
@@ -17,18 +17,21 @@ from torchfmri._model.backward_pass import (
 )
 from torchfmri._model.block_places import Place
 from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
+from torchfmri._model.copies import TrainingCopies, copy_training, shared_outside
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import (
     TARGET_NAMES,
     WITH_TARGET,
     Loss,
     arguments_for,
+    check_differentiable,
     device_of,
     loss_in,
     loss_of,
     needs_target,
     own_loss,
     refuse_meta,
+    refuse_scripted,
     thawed,
 )
 from torchfmri._model.generators import RandomState, random_state
@@ -57,4 +60,5 @@ from torchfmri._model.place_names import names_in_block, parse_place
 from torchfmri._model.place_table import place_table, stored_layers
 from torchfmri._model.places import input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
+from torchfmri._model.step_calls import CallListener, StepCalls
 from torchfmri._model.threads import TrainedModel, one_thread, own_turn, resting, watched

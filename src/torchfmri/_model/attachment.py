@@ -1,4 +1,10 @@
-"""Whether and how anything is attached to a model at all."""
+"""Whether and how anything is attached to a model at all.
+
+The entry points of the package ask `switched_off` first, and run models inside
+`compiled_code_as_eager`. The compiler's stance belongs to the whole process: users are counted, so
+that the last one out restores what the first one in found, whatever the threads. torch._dynamo is
+not imported where nobody else has imported it: that takes long, and nothing can have been compiled.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ def switched_off() -> bool:
 def compiled_code_as_eager() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly: compiled code calls no hooks that were added after it.
 
-    What was compiled stays compiled and is used again afterwards.
+    The compiled code is kept and used again afterwards.
     """
     if "torch._dynamo" not in sys.modules:  # nothing can have been compiled; the import is slow
         return nullcontext()

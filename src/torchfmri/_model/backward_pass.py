@@ -1,4 +1,11 @@
-"""One backward pass over a finished forward pass, without touching anybody's `.grad`."""
+"""One backward pass over a finished forward pass, without touching anybody's `.grad`.
+
+The Inspector, scans, costs, verification and incidents call it. `torch.autograd.grad` runs wherever
+it can, because it fills no `.grad` and sets off no optimizer that steps in the backward pass. A
+reentrant checkpoint refuses it and needs `backward()`: then each `.grad` is put aside, as it is
+around a Function that runs backward passes of its own. `prepare_backward` searches the graph
+beforehand, so that costs can time the pass alone.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +38,18 @@ def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[],
     """Return what `run_backward` runs, with the search through the graph already done."""
     leaves, reentrant = _explore(loss)
     spared = {**leaves, **{id(each): each for each in parameters}}
+    run: Callable[[], object] = partial(torch.autograd.backward, loss)
     if reentrant:
-        return partial(_backward_with_spare_grad, loss, spared)
-    run: Callable[[], object]
-    if leaves:
+        _refuse_acting(spared.values())
+    elif leaves:  # else nothing is to be differentiated, and hooks still fire
         run = partial(torch.autograd.grad, loss, list(leaves.values()), allow_unused=True)
-    else:  # a graph that ends in no leaf at all: nothing to differentiate, hooks still fire
-        run = partial(torch.autograd.backward, loss)
     return partial(_run_spared, run, spared.values())
 
 
 def _run_spared(run: Callable[[], object], leaves: Iterable[Tensor]) -> None:
     """Run a backward pass in which a Function may run others, as reversible layers do.
 
-    Those are `backward()`s, whatever the outer pass is: they fill the `.grad` of their leaves.
+    These are `backward()`s, whatever the outer pass is: they fill the `.grad` of their leaves.
     """
     with spared_grad(leaves):
         run()
@@ -64,16 +69,15 @@ def _explore(loss: Tensor) -> tuple[dict[int, Tensor], bool]:
     return leaves, reentrant
 
 
-def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
-    acting = [leaf for leaf in leaves.values() if has_post_accumulate_hooks(leaf)]
+def _refuse_acting(leaves: Iterable[Tensor]) -> None:
+    """Raise if something acts as soon as a `.grad` is filled, which only we would have done."""
+    acting = [leaf for leaf in leaves if has_post_accumulate_hooks(leaf)]
     if acting:
         raise InspectionError(
             f"The model uses reentrant checkpointing, and {len(acting)} parameters act as soon as "
             "they get a gradient (an optimizer in the backward pass). A backward pass by torchfmri "
             "would step that optimizer. Use checkpoint(..., use_reentrant=False)."
         )
-    with spared_grad(leaves.values()):
-        torch.autograd.backward(loss)
 
 
 @contextmanager

@@ -1,9 +1,18 @@
-"""The places in one block of a transformer: for each name, where it is in this architecture."""
+"""The places in one block of a transformer: for each name, where it is in this architecture.
+
+`places` (for models) and `place_table` (for stored scans) look names up in the two tables at the
+end of the file. For another architecture, change how a place is found and add a case to
+tests/_model/test_places.py. The names are those of TransformerLens and Llama and stand in stored
+scans: they stay. What is not known raises, because a guessed place gives wrong numbers without an
+error. A place that can be read but not edited says why in `read_only`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from torchfmri._model.blocks import MIDDLE_NORMS, MLP, PROJECTIONS, Block, Ranges, width_in
 from torchfmri.exceptions import InspectionError
@@ -19,9 +28,9 @@ class Place:
         what: "inputs" (the first argument of its call), "activations" (its output, or element 0 of
             it), or "attention" (the pattern inside, which is neither).
         units: Runs of units of the last axis, first and last + 1; None for all of them.
-        heads: The units of every head there, in order; None where there are no heads.
+        heads: The units of every head there, in order; None if there are no heads.
         head: The head that is meant; None for all of them.
-        block: The number of the block; None where it is in none.
+        block: The number of the block; None if it is in none.
         read_only: Why the place can be read and not be edited; "" if it can.
     """
 
@@ -38,7 +47,7 @@ class Place:
         """Return one head of this place.
 
         Raises:
-            InspectionError: It has no heads, or not so many.
+            InspectionError: The place has no heads, or fewer than that.
         """
         if self.heads is None:
             raise InspectionError(f"{self.name!r} (layer {self.layer!r}) has no heads.")
@@ -51,18 +60,15 @@ class Place:
         return replace(self, head=head, units=units)
 
 
-def _whole(block: Block) -> Place:
-    return Place(name="", layer=block.name)
-
-
-def _before(block: Block) -> Place:
-    return Place(name="", layer=block.name, what="inputs")
+def _at(block: Block, inner: str = "", **rest: Any) -> Place:
+    """Return the place at a layer inside the block, or at the block itself; named by the caller."""
+    return Place(name="", layer=block.full(inner), **rest)
 
 
 def _between(block: Block) -> Place:
     """Return the stream between attention and MLP."""
     if block.find(("layer",)) and "layer.0" in block.inside:  # T5: sub-blocks add to the stream
-        return Place(name="", layer=block.full("layer.0"))
+        return _at(block, "layer.0")
     after = "attention.output.LayerNorm"
     norm = after if after in block.inside else _middle_reader(block)
     if block.is_parallel or norm is None:
@@ -72,10 +78,10 @@ def _between(block: Block) -> Place:
             "hook_resid_pre, hook_attn_out, hook_mlp_out or hook_resid_post."
         )
     if norm == after:  # the norm's output is the stream from there on
-        return Place(name="", layer=block.full(norm), what="inputs")
-    return Place(
-        name="",
-        layer=block.full(norm),
+        return _at(block, norm, what="inputs")
+    return _at(
+        block,
+        norm,
         what="inputs",
         read_only=(
             "the stream goes past this layer, so that an edit of its input would reach the MLP "
@@ -85,7 +91,7 @@ def _between(block: Block) -> Place:
 
 
 def _middle_reader(block: Block) -> str | None:
-    """Return what reads the stream between attention and MLP; None where nothing known does."""
+    """Return what reads the stream between attention and MLP; None if nothing known does."""
     if "post_feedforward_layernorm" in block.inside and MIDDLE_NORMS[0] not in block.inside:
         return block.find(MLP)  # OLMo 2: both norms stand after what they norm
     return block.find(MIDDLE_NORMS)
@@ -93,8 +99,8 @@ def _middle_reader(block: Block) -> str | None:
 
 def _after(block: Block) -> Place:
     if "output.LayerNorm" in block.inside:  # BERT: the block ends with a norm of the sum
-        return Place(name="", layer=block.full("output.LayerNorm"), what="inputs")
-    return Place(name="", layer=block.name)
+        return _at(block, "output.LayerNorm", what="inputs")
+    return _at(block)
 
 
 def _attention_output(block: Block, cross: bool = False) -> Place:
@@ -104,21 +110,21 @@ def _attention_output(block: Block, cross: bool = False) -> Place:
             normed.append("post_attention_layernorm")
         for each in normed:
             if each in block.inside:
-                return Place(name="", layer=block.full(each))
+                return _at(block, each)
     attention = block.attention(cross)
     if _adds_inside(block, attention):
-        return Place(name="", layer=block.full(block.output_projection(cross)))
-    return Place(name="", layer=block.full(attention))
+        return _at(block, block.output_projection(cross))
+    return _at(block, attention)
 
 
 def _mlp_output(block: Block) -> Place:
     for norm in ("post_feedforward_layernorm", "post_mlp_layernorm", "output.dense"):
         if norm in block.inside:
-            return Place(name="", layer=block.full(norm))
+            return _at(block, norm)
     found = next((each for each in MLP if each in block.inside), None) or block.find(MLP)
     if found is None or _adds_inside(block, found):
         found = _mlp_layer(block, "down")
-    return Place(name="", layer=block.full(found))
+    return _at(block, found)
 
 
 def _adds_inside(block: Block, layer: str) -> bool:
@@ -144,122 +150,95 @@ def _mlp_layer(block: Block, which: str) -> str:
     )
 
 
-def _mlp_part(which: str, what: str) -> Callable[[Block], Place]:
-    def find(block: Block) -> Place:
-        return Place(name="", layer=block.full(_mlp_layer(block, which)), what=what)
-
-    return find
+def _mlp_part(block: Block, which: str, what: str = "activations") -> Place:
+    return _at(block, _mlp_layer(block, which), what=what)
 
 
 def _mlp_before_activation(block: Block) -> Place:
     """Return the input of the activation function: of a gated MLP, the gate."""
     try:
-        return _mlp_part("gate", "activations")(block)
+        return _mlp_part(block, "gate")
     except InspectionError:
-        return _mlp_part("up", "activations")(block)
+        return _mlp_part(block, "up")
 
 
-def _mixed(cross: bool = False) -> Callable[[Block], Place]:
+def _mixed(block: Block, cross: bool = False) -> Place:
     """Return the heads' outputs side by side: the input of the output projection."""
-
-    def find(block: Block) -> Place:
-        projection = block.output_projection(cross)
-        heads, width = block.heads(cross), width_in(block.inside[projection])
-        if width is None or width % heads:
-            raise InspectionError(
-                f"The input of {block.full(projection)!r} has {width} units, which {heads} heads "
-                "do not divide: its heads cannot be told apart."
-            )
-        size = width // heads
-        units = tuple(((at, at + size),) for at in range(0, width, size))
-        return Place(name="", layer=block.full(projection), what="inputs", heads=units)
-
-    return find
-
-
-def _projected(which: str, cross: bool = False) -> Callable[[Block], Place]:
-    def find(block: Block) -> Place:
-        layer, width, heads = block.projection(which, cross)
-        joined = tuple(each for ranges in heads for each in ranges)
-        whole = sum(stop - start for start, stop in joined) == width
-        return Place(
-            name="",
-            layer=block.full(layer),
-            units=None if whole else joined,
-            heads=tuple(heads),
+    projection = block.output_projection(cross)
+    heads, width = block.heads(cross), width_in(block.inside[projection])
+    if width is None or width % heads:
+        raise InspectionError(
+            f"The input of {block.full(projection)!r} has {width} units, which {heads} heads "
+            "do not divide: its heads cannot be told apart."
         )
-
-    return find
-
-
-def _pattern(cross: bool = False) -> Callable[[Block], Place]:
-    def find(block: Block) -> Place:
-        none: Ranges = ()
-        return Place(
-            name="",
-            layer=block.full(block.attention(cross)),
-            what="attention",
-            heads=(none,) * block.heads(cross),
-            read_only=(
-                "a pattern is computed inside the attention and handed to no layer; edit "
-                "attn.hook_z, attn.hook_q, attn.hook_k or attn.hook_v"
-            ),
-        )
-
-    return find
+    size = width // heads
+    units = tuple(((at, at + size),) for at in range(0, width, size))
+    return _at(block, projection, what="inputs", heads=units)
 
 
-def _attention_part(which: str) -> Callable[[Block], Place]:
-    def find(block: Block) -> Place:
-        if which == "o":
-            return Place(name="", layer=block.full(block.output_projection()))
-        return _projected(which)(block)
-
-    return find
+def _projected(block: Block, which: str, cross: bool = False) -> Place:
+    layer, width, heads = block.projection(which, cross)
+    joined = tuple(each for ranges in heads for each in ranges)
+    whole = sum(stop - start for start, stop in joined) == width
+    return _at(block, layer, units=None if whole else joined, heads=tuple(heads))
 
 
-def _attention_layer(block: Block) -> Place:
-    return Place(name="", layer=block.full(block.attention()))
+def _pattern(block: Block, cross: bool = False) -> Place:
+    none: Ranges = ()
+    return _at(
+        block,
+        block.attention(cross),
+        what="attention",
+        heads=(none,) * block.heads(cross),
+        read_only=(
+            "a pattern is computed inside the attention and handed to no layer; edit "
+            "attn.hook_z, attn.hook_q, attn.hook_k or attn.hook_v"
+        ),
+    )
 
 
 def _mlp_whole(block: Block) -> Place:
     found = block.find(MLP)
-    return _mlp_output(block) if found is None else Place(name="", layer=block.full(found))
+    return _mlp_output(block) if found is None else _at(block, found)
 
 
 LENS_PLACES: Mapping[str, Callable[[Block], Place]] = {
-    "block": _whole,
-    "hook_resid_pre": _before,
+    "block": _at,
+    "hook_resid_pre": partial(_at, what="inputs"),
     "hook_resid_mid": _between,
     "hook_resid_post": _after,
     "hook_attn_out": _attention_output,
     "hook_mlp_out": _mlp_output,
-    "attn.hook_z": _mixed(),
-    "attn.hook_q": _projected("q"),
-    "attn.hook_k": _projected("k"),
-    "attn.hook_v": _projected("v"),
-    "attn.hook_pattern": _pattern(),
-    "cross_attn.hook_z": _mixed(cross=True),
-    "cross_attn.hook_q": _projected("q", cross=True),
-    "cross_attn.hook_k": _projected("k", cross=True),
-    "cross_attn.hook_v": _projected("v", cross=True),
-    "cross_attn.hook_pattern": _pattern(cross=True),
-    "hook_cross_attn_out": lambda block: _attention_output(block, cross=True),
+    "attn.hook_z": _mixed,
+    "attn.hook_q": partial(_projected, which="q"),
+    "attn.hook_k": partial(_projected, which="k"),
+    "attn.hook_v": partial(_projected, which="v"),
+    "attn.hook_pattern": _pattern,
+    "cross_attn.hook_z": partial(_mixed, cross=True),
+    "cross_attn.hook_q": partial(_projected, which="q", cross=True),
+    "cross_attn.hook_k": partial(_projected, which="k", cross=True),
+    "cross_attn.hook_v": partial(_projected, which="v", cross=True),
+    "cross_attn.hook_pattern": partial(_pattern, cross=True),
+    "hook_cross_attn_out": partial(_attention_output, cross=True),
     "mlp.hook_pre": _mlp_before_activation,
-    "mlp.hook_pre_linear": _mlp_part("up", "activations"),
-    "mlp.hook_post": _mlp_part("down", "inputs"),
+    "mlp.hook_pre_linear": partial(_mlp_part, which="up"),
+    "mlp.hook_post": partial(_mlp_part, which="down", what="inputs"),
 }
 """Names of TransformerLens inside a block -> how the place is found."""
 
+_PARTS_OF_ATTENTION: Mapping[str, Callable[[Block], Place]] = {
+    "": lambda block: _at(block, block.attention()),
+    ".o_proj": lambda block: _at(block, block.output_projection()),
+    **{f".{each}_proj": partial(_projected, which=each) for each in "qkv"},
+}
 PLAIN_PLACES: Mapping[str, Callable[[Block], Place]] = {
-    "": _whole,
-    **dict.fromkeys(("self_attn", "attn", "attention"), _attention_layer),
+    "": _at,
     **{
-        f"{attention}.{each}_proj": _attention_part(each)
+        f"{attention}{part}": find
         for attention in ("self_attn", "attn", "attention")
-        for each in "qkvo"
+        for part, find in _PARTS_OF_ATTENTION.items()
     },
     "mlp": _mlp_whole,
-    **{f"mlp.{each}_proj": _mlp_part(each, "activations") for each in ("gate", "up", "down")},
+    **{f"mlp.{each}_proj": partial(_mlp_part, which=each) for each in ("gate", "up", "down")},
 }
 """Names of Llama inside a block, which most people know -> how the place is found elsewhere."""

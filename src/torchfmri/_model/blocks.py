@@ -1,7 +1,10 @@
 """The blocks of a transformer: which layers are a block's attention, MLP and norms, and its heads.
 
-Architectures give these parts different names. The tables below hold the names; what no table
-knows is refused by name, never guessed.
+`block_places` asks for the parts of a block; lenses, lesions and scans ask for the stacks.
+Architectures give these parts different names. The tables below hold the names, the likeliest
+first, because the first that fits is taken; names may be added. What no table knows is refused by
+name, never guessed. How a fused projection is cut into heads is known per class (`_ARRANGEMENT`):
+its shape does not tell.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ class Block:
         """Return the layer inside that is its attention.
 
         Raises:
-            InspectionError: It has none.
+            InspectionError: The block has no attention of a known name.
         """
         found = self.find(CROSS_ATTENTION if cross else ATTENTION)
         if found is None:
@@ -103,7 +106,7 @@ class Block:
         """Return the layer that mixes the heads; its input is `z`, head after head.
 
         Raises:
-            InspectionError: There is none, or it is never called as a module.
+            InspectionError: There is no such layer, or it is never called as a module.
         """
         attention = self.attention(cross)
         found = self.find(PROJECTIONS["o"], attention)
@@ -124,7 +127,7 @@ class Block:
         """Return how many heads its attention has, as the attention or the configuration says.
 
         Raises:
-            InspectionError: Neither says so.
+            InspectionError: Neither the attention nor the configuration says how many.
         """
         attention = self.attention(cross)
         inner = (each for key, each in self.inside.items() if f"{key}.".startswith(f"{attention}."))
@@ -151,7 +154,7 @@ class Block:
             cross: Whether cross-attention is meant.
 
         Raises:
-            InspectionError: There is none, or how one projection holds all three is not known.
+            InspectionError: There is no such layer, or it holds all three in an unknown order.
         """
         attention = self.attention(cross)
         heads = self.heads(cross) if which == "q" else self.key_value_heads(cross)
@@ -223,12 +226,12 @@ def find_stacks(layers: Mapping[str, nn.Module]) -> dict[str, list[Block]]:
 
 
 def width_in(module: nn.Module) -> int | None:
-    """Return how many units the input of a projection has; None where that is not known."""
+    """Return how many units the input of a projection has; None if that is not known."""
     return _width(module, 0, "in_features")
 
 
 def width_out(module: nn.Module) -> int | None:
-    """Return how many units the output of a projection has; None where that is not known."""
+    """Return how many units the output of a projection has; None if that is not known."""
     return _width(module, 1, "out_features")
 
 

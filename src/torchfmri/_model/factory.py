@@ -1,4 +1,10 @@
-"""What a command works on: a model, its data and its loss, made by a function of the user's."""
+"""What a command works on: a model, its data and its loss, made by a function of the user's.
+
+The commands of `cli/` call `load_subject`; `named_models` takes models from such functions too. A
+file is imported under a name of its own, since a module of its name may be loaded already, and its
+folder goes onto `sys.path`, as for a script. What the user's own code raises passes through as it
+is. Only a wrong name, or a wrong thing returned, becomes an InspectionError.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +67,7 @@ def find_factory(spec: str) -> Callable[[], Any]:
 
 
 def _load_file(path: Path) -> ModuleType:
+    """Return the module that a file of the user's makes when it is run."""
     if not path.is_file():
         raise InspectionError(f"There is no file {str(path)!r} here. Write {FORM}.")
     path = path.resolve()
@@ -126,6 +133,7 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]
 
 
 def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
+    """Return the parts of what the user's function made, or raise with what it should make."""
     parts = (made,) if isinstance(made, nn.Module) else made
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], nn.Module):
         found = type(made).__name__

@@ -1,4 +1,9 @@
-"""How a model is run on a user's data, and what number is differentiated afterwards."""
+"""How a model is run on a user's data, and what number is differentiated afterwards.
+
+Inspections, costs, verification, compare and incidents all go through here: `arguments_for`, the
+model's call, `loss_of`. So a message names none of these callers. `thawed` sets `requires_grad` on
+the data: the caller hands it copies, never the user's own tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar, shown
-from torchfmri._model.layers import runnable
+from torchfmri._model.layers import named_layers, runnable
 from torchfmri._torch import Hook, flatten, hooked
 from torchfmri.exceptions import InspectionError
 
@@ -19,7 +24,7 @@ WITH_TARGET = (
     "target=y with a loss (on the command line, let your function return "
     "(model, x, lambda output: loss(output, y)))"
 )
-"""Where a target belongs, in calls and on the command line."""
+"""The advice where to put a target, in calls and on the command line."""
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 """What targets are usually called in a batch that is a dict."""
@@ -61,7 +66,7 @@ def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping
 
 
 def refuse_meta(model: nn.Module, data: Any = None) -> None:
-    """Raise where something is on the meta device: it has a shape and no values.
+    """Raise if something is on the meta device: it has a shape and no values.
 
     Raises:
         InspectionError: A parameter, a buffer or a tensor of the data is.
@@ -80,6 +85,20 @@ def refuse_meta(model: nn.Module, data: Any = None) -> None:
         if tensor.is_meta:
             raise InspectionError(
                 f"{path} is on the meta device and has no values. Make it on the model's device."
+            )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise if a layer is TorchScript, which calls no hooks.
+
+    Raises:
+        InspectionError: The first such layer, by name.
+    """
+    for name, module in named_layers(model).items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InspectionError(
+                f"{f'Layer {name!r}' if name else 'The model'} is TorchScript, which calls no "
+                "hooks. Put the nn.Module that it was scripted or traced from in its place."
             )
 
 
@@ -109,22 +128,50 @@ def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator
         yield
 
 
-def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | None:
-    """Return the scalar to differentiate; None where there is none and none is needed."""
-    value = _loss_value(output, target, loss)
-    if value is None:
-        if backward:
+def loss_of(output: Any, target: Any, loss: Loss) -> Tensor | None:
+    """Return the scalar that the loss gives; without a loss, that of the output, if it has one.
+
+    Raises:
+        InspectionError: It is not one real number, or loss and target do not fit together.
+    """
+    if callable(loss):
+        if target is None and isinstance(loss, nn.Module) and needs_target(loss):
             raise InspectionError(
-                "Gradients are watched, but there is no loss: the output has no .loss and is not a "
-                "scalar. Pass loss=lambda output: ..., loss='sum' for the sum of the output, or "
-                f"{WITH_TARGET}."
+                f"{type(loss).__name__} compares the output with a target. Pass {WITH_TARGET}."
             )
-        return None
-    value = check_scalar(value)
-    if backward and not value.requires_grad:
+        return check_scalar(loss(output) if target is None else loss(output, target))
+    if loss == "sum":
+        floating = [each.tensor for each in flatten(output) if each.tensor.is_floating_point()]
+        if not floating:
+            raise InspectionError("loss='sum' needs a floating-point output; there is none.")
+        return check_scalar(floating[0].sum())
+    if loss is not None:
+        raise InspectionError(f"loss={loss!r}: give a function of the output, or 'sum'.")
+    if target is not None:
         raise InspectionError(
-            "Gradients are watched, but the loss does not require grad: the model ran under "
-            "no_grad or inference_mode, its output was detached, or nothing in it is trainable."
+            "A target was given without a loss. Write loss=nn.CrossEntropyLoss(), for example."
+        )
+    own = loss_in(output)
+    return None if own is None else check_scalar(own)
+
+
+def check_differentiable(value: Tensor | None) -> Tensor:
+    """Return what `loss_of` found, which a backward pass can start from.
+
+    Raises:
+        InspectionError: There is no loss, or it does not require grad.
+    """
+    if value is None:
+        raise InspectionError(
+            "A backward pass needs a loss, and there is no loss: the output has no .loss and is "
+            "not a scalar. Pass loss=lambda output: ..., loss='sum' for the sum of the output, or "
+            f"{WITH_TARGET}."
+        )
+    if not value.requires_grad:
+        raise InspectionError(
+            "A backward pass is not possible, because the loss does not require grad: the model "
+            "ran under no_grad or inference_mode, its output was detached, or nothing in it is "
+            "trainable."
         )
     return value
 
@@ -146,29 +193,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
-def _loss_value(output: Any, target: Any, loss: Loss) -> Any:
-    if callable(loss):
-        if target is None and isinstance(loss, nn.Module) and needs_target(loss):
-            raise InspectionError(
-                f"{type(loss).__name__} compares the output with a target. Pass {WITH_TARGET}."
-            )
-        return loss(output) if target is None else loss(output, target)
-    if loss == "sum":
-        floating = [each.tensor for each in flatten(output) if each.tensor.is_floating_point()]
-        if not floating:
-            raise InspectionError("loss='sum' needs a floating-point output; there is none.")
-        return floating[0].sum()
-    if loss is not None:
-        raise InspectionError(f"loss={loss!r}: give a function of the output, or 'sum'.")
-    if target is not None:
-        raise InspectionError(
-            "A target was given without a loss. Write loss=nn.CrossEntropyLoss(), for example."
-        )
-    return loss_in(output)
-
-
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss that an output is, or has; None where there is none."""
+    """Return the loss that an output is, or has; None if it has no loss."""
     if isinstance(output, Tensor):
         return output if output.numel() == 1 and output.is_floating_point() else None
     own = own_loss(output)
@@ -176,5 +202,5 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def own_loss(output: Any) -> Any:
-    """Return `output.loss` or `output["loss"]`, whatever that is; None where there is none."""
+    """Return `output.loss` or `output["loss"]`, of any type; None without one."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -1,4 +1,10 @@
-"""The state of all random generators, to run something again with the same numbers."""
+"""The state of all random generators, to run something again with the same numbers.
+
+Each run of ours restores it at its end, and an incident stores it to run the step again. `to_data`
+and `from_data` are a stored format: what older versions wrote (`cuda`, of one device) must still be
+read, and what is read is tried out before it is believed. Only devices that somebody has used are
+asked, since asking would set up the others.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +24,8 @@ class RandomState(NamedTuple):
         torch: The state of torch's generator for the CPU.
         devices: Kind of device ("cuda") -> the state for each device of that kind that is in use.
         python: The state of the module `random`.
-        numpy: That of NumPy's global generator, if NumPy is loaded: name, keys, position, and two
-            numbers about a normal variate in store.
+        numpy: The state of NumPy's global generator, if NumPy is loaded: name, keys, position, and
+            two numbers about a normal variate in store.
     """
 
     torch: Tensor

@@ -1,4 +1,12 @@
-"""Ctrl-C and other signals: they end what runs, but never while something is being put back."""
+"""Ctrl-C and other signals: they end what runs, but never while something is being put back.
+
+Every context manager that puts something back enters `whole_restorations`; streams and dataset
+scans use the others. The handler looks at the frames that are running when the signal comes,
+because no flag could be set before the first instruction of an `__exit__`. So names matter: methods
+of this package called `__enter__`, `__exit__` and `forget` are never interrupted, and neither is
+what contextlib calls to end a block. A function of another name that attaches or puts back needs
+`kept_whole`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +46,7 @@ _WHOLE_FOLDERS = tuple(
 # Our callbacks of weak references are called `forget`; Python drops what they raise.
 _CHANGES = ("__enter__", "__exit__", "forget")
 _whole_codes: set[CodeType] = set()
-"""Those that `kept_whole` was given."""
+"""The code of the functions that `kept_whole` was given."""
 
 
 class _Handler:
@@ -120,7 +128,7 @@ def _handled(number: int, default: Callable[[int, FrameType | None], Any] | None
 def _install(
     number: int, default: Callable[[int, FrameType | None], Any] | None
 ) -> _Handler | None:
-    """Return the handler that guards a signal now; None where there is nothing to guard."""
+    """Return the handler that guards a signal now; None if there is nothing to guard."""
     if threading.current_thread() is not threading.main_thread():
         return None
     present = signal.getsignal(number)

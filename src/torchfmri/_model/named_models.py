@@ -1,4 +1,11 @@
-"""Models by name: ours, those inside installed wheels, a folder, a hub's, or a user's."""
+"""Models by name: ours, those inside installed wheels, a folder, a hub's, or a user's.
+
+`torchfmri.load_model`, the commands and compare call it. A folder may come from somebody else:
+links, pipes, huge descriptions and absurd numbers of layers are refused before transformers opens
+them, and no code of theirs runs without trust_remote_code. Only owner/name reaches a hub. The class
+is the one that the files were saved from, because another would leave parameters at random; if any
+are, a warning names them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +49,7 @@ _TOKENIZER_FILES = (
 
 
 class _Wheel(NamedTuple):
-    """Where an installed distribution keeps a model."""
+    """The place where an installed distribution keeps a model."""
 
     distribution: str
     module: str
@@ -63,7 +70,7 @@ class NamedModel:
     Attributes:
         name: What was asked for.
         model: The model, in evaluation mode unless a function of yours made it.
-        tokenizer: Its tokenizer; None where there is none.
+        tokenizer: Its tokenizer; None if there is none.
 
     Examples:
         >>> from torchfmri import load_model
@@ -119,6 +126,7 @@ def load_model(
 
 
 def _find(name: str | Path, dtype: torch.dtype | None, trust: bool) -> NamedModel:
+    """Return the model: of our own names first, then of the disk, then of a function or a hub."""
     text = str(name)
     if text == "tiny" and not isinstance(name, Path):
         return _load_files(text, _TINY, dtype or torch.float32, trust=False)
@@ -197,7 +205,7 @@ def _require_file(path: Path, folder: Path) -> None:
 
 
 def _require_layers(config: Any, place: Path | str) -> None:
-    """Raise where a configuration asks for more layers than its weights can have."""
+    """Raise if a configuration asks for more layers than its weights can have."""
     wanted, files = getattr(config, "num_hidden_layers", 0), []
     if isinstance(place, Path):
         files = [each for each in list_names(place, _MOST_FILES) if each.endswith(".safetensors")]

@@ -1,4 +1,10 @@
-"""Notices the steps of a model's optimizers, without leaving anything on them."""
+"""Notices the steps of a model's optimizers, without leaving anything on them.
+
+The Monitor is its only `Listener`. The hooks are torch's global ones: a hook on one optimizer is
+lost where a wrapper (accelerate's) steps the one that it wraps. With a closure the gradients are
+there only after its first run, so the closure is wrapped for that step. Our own errors go to
+`failed`; only an error that is meant for the user stops the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +31,16 @@ class Listener(Protocol):
     """Receives what happens in a step of an optimizer, in this order."""
 
     def before_update(self, concerns: Concerns) -> None:
-        """The optimizer is about to step; gradients may still have to be computed."""
+        """Take note that the optimizer is about to step; a closure may still compute gradients."""
 
     def has_gradients(self, concerns: Concerns, optimizer: Optimizer) -> None:
-        """The gradients are as the optimizer finds them; NonFiniteError keeps it from stepping."""
+        """Look at the gradients that the optimizer finds; NonFiniteError keeps it from stepping."""
 
     def after_update(self, is_last: bool) -> None:
-        """The weights have changed; whether this is the last of the optimizers."""
+        """Take note that the weights have changed; `is_last`: by the last of the optimizers."""
 
     def failed(self, error: Exception) -> None:
-        """The step could not be followed: something of ours raised."""
+        """Take an error of ours, by which the step could not be followed."""
 
 
 class OptimizerSteps:
@@ -60,6 +66,7 @@ class OptimizerSteps:
             self._handles.pop().remove()
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Arguments | None:
+        """Tell the listener; return other arguments for the step if a closure must be followed."""
         try:
             if not self._is_ours(optimizer):
                 return None

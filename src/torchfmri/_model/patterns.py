@@ -1,8 +1,10 @@
 """Shell-style patterns over dotted layer names.
 
-`*` matches any run of characters, dots included; `?` one character; `[0-3]` one of a set;
-`{q,k,v}_proj` one of several alternatives. A leading `*.` may match nothing, so `*.conv*`
-finds `conv1` as well as `features.conv1`.
+`layers`, `places`, histories, scans and contrasts match names with it, and every "nearest" in an
+error comes from here. `*` matches any run of characters, dots included; `?` one character; `[0-3]`
+one of a set; `{q,k,v}_proj` one of several alternatives. A leading `*.` may match nothing, so
+`*.conv*` finds `conv1` as well as `features.conv1`. These rules are public (docs and users' scripts
+hold patterns); how names are scored as near may change freely.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torchfmri.exceptions import LayerNotFoundError
 
 
 def match_names(pattern: object, names: Iterable[str]) -> list[str]:
-    """Return the names that match `pattern`, in the order given; none where it is not a text.
+    """Return the names that match `pattern`, in the order given; none if it is not a text.
 
     A pattern that is itself one of the names matches that name, whatever characters it holds.
     """

@@ -1,10 +1,12 @@
 """Names of places in a transformer that people already use, taken apart.
 
-`L9H6` is head 6 of block 9 (its output before the heads are mixed, TransformerLens' `hook_z`),
-`L9` the block, `L9.attn` and `L9.mlp` what they add to the stream, `L9H6.q` its queries.
-`blocks.9.attn.hook_z` and the other names of TransformerLens mean what they mean there, and
-`layers.9.self_attn` is block 9's attention, whatever the model calls it. A `*` in the place of a
-number stands for all. Before the block may stand a name that tells stacks apart: `encoder.L3H1`.
+`places` and `place_table` look the parts up; readouts of scans use `names_in_block`. `L9H6` is head
+6 of block 9 (its output before the heads are mixed, TransformerLens' `hook_z`), `L9` the block,
+`L9.attn` and `L9.mlp` what they add to the stream, `L9H6.q` its queries. `blocks.9.attn.hook_z` and
+the other names of TransformerLens mean what they mean there, and `layers.9.self_attn` is block 9's
+attention, whatever the model calls it. A `*` in the place of a number stands for all. Before the
+block may stand a name that tells stacks apart: `encoder.L3H1`. Nothing here knows a model: a name
+may have the right form and still not exist.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ class PlaceName(NamedTuple):
     """A name, taken apart.
 
     Attributes:
-        stack: A part of the name of the list of blocks; "" where none is given.
+        stack: A part of the name of the list of blocks; "" if none is given.
         block: The number of the block, or "*".
-        part: What of the block is meant, as TransformerLens calls it; or as Llama does.
+        part: The part of the block that is meant, in the words of TransformerLens or of Llama.
         head: The number of the head, or "*"; None for all heads.
         is_plain: Whether it is a name of Llama's.
     """
@@ -57,7 +59,7 @@ _SHORT_PARTS = {
 
 
 def parse_place(name: str) -> PlaceName | None:
-    """Return the parts of a name; None where it has none of the forms known here.
+    """Return the parts of a name; None if it has none of the forms known here.
 
     Raises:
         InspectionError: It names a part that no block has.

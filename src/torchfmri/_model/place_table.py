@@ -1,8 +1,10 @@
 """The places of a model as plain data, so that a stored scan knows their names too.
 
-A scan has the names of layers and no modules, and which layer `L3.mlp` is differs between
-architectures (Gemma adds the output of a norm). So the names are resolved while the model is there,
-and the answers are kept: for each list of blocks, part -> [layer inside the block, what, heads].
+`_scan.run.subject` writes the table; readings of scans and contrasts ask `stored_layers`. A scan
+has the names of layers and no modules, and which layer `L3.mlp` is differs between architectures
+(Gemma adds the output of a norm). So the names are resolved while the model is there, and the
+answers are kept: for each list of blocks, part -> [layer inside the block, what, heads]. This is a
+stored format: older scans have no table, and a foreign one is checked before it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torchfmri._files import require_form, require_forms
 from torchfmri._model.block_places import LENS_PLACES, PLAIN_PLACES, Place
 from torchfmri._model.blocks import Block, find_stacks
 from torchfmri._model.place_names import PlaceName, parse_place
-from torchfmri._model.places import NOWHERE, choose_stack, is_repeated
+from torchfmri._model.places import block_numbers, choose_stack, fitting_stacks, is_repeated
 from torchfmri.exceptions import InspectionError
 
 _FORM = {"of": [int], "parts": [{"part": [(str, int)]}]}
@@ -26,7 +28,7 @@ _ALL: Mapping[str, Callable[[Block], Place]] = {**LENS_PLACES, **PLAIN_PLACES}
 
 
 class _Stored(NamedTuple):
-    """Where a part is: the layer inside its block, what of it, and how many heads it has there.
+    """The place of a part: the layer inside its block, what of the layer, and how many heads.
 
     A part of a layer, such as the queries of a fused projection, has a negative number of heads.
     """
@@ -86,13 +88,9 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
         return _whole_blocks(place, name, known)
     if place.is_plain:
         return _plain(stacks, place, name, known)
-    if place.part in NOWHERE:
-        raise InspectionError(f"{name!r} cannot be resolved: {NOWHERE[place.part]}.")
     stack = choose_stack(list(stacks), place.stack, name)
     of, parts = stacks[stack]["of"], stacks[stack]["parts"]
-    numbers = range(len(of)) if place.block == "*" else [int(place.block)]
-    if numbers[-1] >= len(of):
-        raise InspectionError(f"{name!r}: the model has {len(of)} blocks, 0 to {len(of) - 1}.")
+    numbers = block_numbers(place, len(of), name)
     entries = [(number, parts[of[number]].get(place.part)) for number in numbers]
     found = [
         _layer(f"{stack}.{number}".lstrip("."), _Stored(*each), place, name, known)
@@ -110,12 +108,12 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
 def _plain(
     stacks: Mapping[str, Any], place: PlaceName, name: str, known: Sequence[str]
 ) -> list[str]:
-    """Return the layers that a name of Llama's means; none where it is simply no layer of the scan.
+    """Return the layers that a name of Llama's means; none if it is simply no layer of the scan.
 
     Raises:
         InspectionError: It is a part of a layer.
     """
-    wanted = [each for each in stacks if not place.stack or f".{place.stack}." in f".{each}."]
+    wanted = fitting_stacks(stacks, place.stack)
     if len(wanted) != 1:
         return []
     of, parts = stacks[wanted[0]]["of"], stacks[wanted[0]]["parts"]
@@ -135,7 +133,7 @@ def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequ
     """Return the layer of the scan that one place of one block is.
 
     Raises:
-        InspectionError: It is none, or a part of one.
+        InspectionError: It is not a whole layer of the scan.
     """
     layer = f"{block}.{stored.inner}" if stored.inner else block
     if stored.what == "attention":
@@ -184,7 +182,7 @@ def _whole_blocks(place: PlaceName, name: str, known: Sequence[str]) -> list[str
 
 
 def _checked(table: object) -> dict[str, Any]:
-    """Return the table of a file, where it has the form of one; empty where there is none.
+    """Return the table of a file after a look at its form; empty if there is no table.
 
     Raises:
         InspectionError: It has another form.

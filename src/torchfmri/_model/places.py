@@ -1,8 +1,14 @@
-"""Patterns over layers and names of places, resolved to places of one model."""
+"""Patterns over layers and names of places, resolved to places of one model.
+
+Edits, lenses, lesions and scans call `places_of`; `layers` falls back on it where no layer has the
+name. A layer's own name comes first, so that adding a name of a place never changes what an old
+pattern means. Names of Llama that no block has are simply no layers; names of TransformerLens raise
+with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -80,7 +86,7 @@ def input_layers(layers: Mapping[str, nn.Module], name: object) -> list[str]:
 
 
 def resolve_places(layers: Mapping[str, nn.Module], name: str) -> list[Place] | None:
-    """Return the places that a name stands for; None where it has none of the forms known here.
+    """Return the places that a name stands for; None if it has none of the forms known here.
 
     A name of the model itself comes before all others and is not looked at here.
 
@@ -99,12 +105,13 @@ def resolve_places(layers: Mapping[str, nn.Module], name: str) -> list[Place] | 
     if parsed.is_plain and not _has_plain(stacks, parsed):
         return None
     blocks = stacks[choose_stack(list(stacks), parsed.stack, name)]
-    _refuse_repeated(blocks, name)
-    numbers = range(len(blocks)) if parsed.block == "*" else [int(parsed.block)]
-    if numbers[-1] >= len(blocks):
+    if is_repeated(blocks):
+        count = getattr(blocks[0].config, "num_hidden_layers", None)
         raise InspectionError(
-            f"{name!r}: the model has {len(blocks)} blocks, 0 to {len(blocks) - 1}."
+            f"{name!r} cannot be resolved: the model has {len(blocks)} block and calls it {count} "
+            "times. Name a layer: they are listed by torchfmri.Inspector(model).layers()."
         )
+    numbers = block_numbers(parsed, len(blocks), name)
     if parsed.block != "*":
         return _places_in(blocks[numbers[0]], parsed, name)
     found: list[Place] = []
@@ -121,8 +128,7 @@ def resolve_places(layers: Mapping[str, nn.Module], name: str) -> list[Place] | 
 
 def _has_plain(stacks: Mapping[str, list[Block]], parsed: PlaceName) -> bool:
     """Whether any block has the part that a plain name means; others are simply no layers."""
-    fitting = [name for name in stacks if f".{parsed.stack}." in f".{name}." or not parsed.stack]
-    blocks = [each for name in fitting for each in stacks[name]]
+    blocks = [each for name in fitting_stacks(stacks, parsed.stack) for each in stacks[name]]
     if parsed.block != "*":
         blocks = [each for each in blocks if each.index == int(parsed.block)]
     return any(parsed.part in each.inside or parsed.part in PLAIN_PLACES for each in blocks)
@@ -135,7 +141,7 @@ def choose_stack(stacks: Sequence[str], wanted: str, name: str) -> str:
             f"{name!r} names a block, and the model has no list of blocks (nn.ModuleList). Name a "
             "layer: they are listed by torchfmri.Inspector(model).layers()."
         )
-    fitting = [each for each in stacks if not wanted or f".{wanted}." in f".{each}."]
+    fitting = fitting_stacks(stacks, wanted)
     if len(fitting) == 1:
         return fitting[0]
     listed = ", ".join(map(repr, stacks))
@@ -149,18 +155,28 @@ def choose_stack(stacks: Sequence[str], wanted: str, name: str) -> str:
     )
 
 
+def fitting_stacks(stacks: Iterable[str], wanted: str) -> list[str]:
+    """Return the lists of blocks whose names have this part; all of them where none is wanted."""
+    return [each for each in stacks if not wanted or f".{wanted}." in f".{each}."]
+
+
+def block_numbers(parsed: PlaceName, count: int, name: str) -> Sequence[int]:
+    """Return the numbers of the blocks that a name means, among `count` blocks.
+
+    Raises:
+        InspectionError: There is no such block, or its part never stands between two layers.
+    """
+    numbers = range(count) if parsed.block == "*" else [int(parsed.block)]
+    if numbers[-1] >= count:
+        raise InspectionError(f"{name!r}: the model has {count} blocks, 0 to {count - 1}.")
+    if not parsed.is_plain and parsed.part in NOWHERE:
+        raise InspectionError(f"{name!r} cannot be resolved: {NOWHERE[parsed.part]}.")
+    return numbers
+
+
 def is_repeated(blocks: Sequence[Block]) -> bool:
     """Whether one block is called several times: a number then means a call, not a layer."""
     return any(each.find(("albert_layers",)) for each in blocks)
-
-
-def _refuse_repeated(blocks: Sequence[Block], name: str) -> None:
-    if is_repeated(blocks):
-        count = getattr(blocks[0].config, "num_hidden_layers", None)
-        raise InspectionError(
-            f"{name!r} cannot be resolved: the model has {len(blocks)} block and calls it {count} "
-            "times. Name a layer: they are listed by torchfmri.Inspector(model).layers()."
-        )
 
 
 def _telling_part(names: list[str]) -> str:
@@ -170,10 +186,9 @@ def _telling_part(names: list[str]) -> str:
 
 
 def _places_in(block: Block, parsed: PlaceName, name: str) -> list[Place]:
+    """Return the place of a name in one block; one for each head if the head is `*`."""
     part = parsed.part
     known = PLAIN_PLACES if parsed.is_plain else LENS_PLACES
-    if part in NOWHERE:
-        raise InspectionError(f"{name!r} cannot be resolved: {NOWHERE[part]}.")
     if part not in known and not (parsed.is_plain and part in block.inside):
         nearest = nearest_names(part, list(known)) or list(known)[:3]
         hint = "torchfmri.Inspector(model).layers(), or see the documentation of edits"

@@ -1,4 +1,11 @@
-"""Everything about a model that a forward pass may change, saved and put back bit for bit."""
+"""Everything about a model that a forward pass may change, saved and put back bit for bit.
+
+We run the user's model only inside `unchanged`. It puts back buffers, modes, attributes and the
+contents of containers, each of them even if another fails. Values go back through `.data`: views
+follow, and autograd counts no write. Parameters are not copied, because they are too large;
+`written` gets the names of those that were written into. A tensor is written only if its bits
+differ: 0 equals -0, and NaN equals nothing, so comparing values would not do.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +47,7 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
 
 @contextmanager
 def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterator[None]:
+    """Put everything back at the end of the block; `written` gets names of changed parameters."""
     _reshard(model)
     # An optimizer's step changes the mode in a function of its own: Ctrl-C may leave it changed.
     grad_mode: Callable[[], object] = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -137,6 +145,7 @@ def copy_of_data(value: Any) -> Any:
 def _save_modules(
     modules: Mapping[str, nn.Module], spared: Iterable[Tensor]
 ) -> list[Callable[[], None]]:
+    """Return what puts back the attributes of each module, and what these hold."""
     restore: list[Callable[[], None]] = []
     renormalised = {id(each): each for each in spared}
     held: dict[int, Any] = dict(renormalised)
@@ -219,6 +228,7 @@ def _save_attributes(module: nn.Module) -> Callable[[], None]:
 
 
 def _save_content(container: Any) -> Callable[[], None]:
+    """Return what puts the content of a container back, in the same container: others hold it."""
     content = copy.copy(container)
 
     def put_back() -> None:
@@ -254,6 +264,7 @@ def _save_tensor(tensor: Tensor) -> Callable[[], None]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors of one shape hold the same bits; False if that is hard to tell."""
     if one.layout != torch.strided or one.is_nested:
         return False
     if torch.equal(one, other):

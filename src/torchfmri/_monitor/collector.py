@@ -1,15 +1,19 @@
 """REDUCE: turns the tensors of a training step into statistics, now or many at a time.
 
-On the CPU a tensor is reduced at once, while it is in the cache. On a CUDA device the launches
-are the cost, so references are collected and reduced many per launch; a tensor that somebody
-wrote into in the meantime is not used, and its series is reduced at once from then on.
+On the CPU a tensor is reduced at once, while it is in the cache, to a row of a table: for small
+layers the Python around that is the cost, so no object is made for it. On a CUDA device the
+launches are the cost, so references are collected and reduced many per launch; a tensor that
+somebody wrote into in the meantime is not used, and its series is reduced at once from then on.
+
+`WatchedStep` makes a Collector for each step, adds to it from hooks, also in the threads of a
+backward pass, and reads it when the next step begins.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._capture import TokenMask
-from torchfmri._kernels import Floats, Reduction, cuda, summaries
+from torchfmri._kernels import Floats, NumberTable, Reduction, cuda, reduction_of, summaries
 from torchfmri._records import HistoryRows, Series
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import InspectionError
@@ -107,6 +111,8 @@ class Collector:
         self._histogram, self._most = histogram, max_bytes
         self._immediate, self._missed = immediate, missed
         self._found: dict[Series, list[Statistics]] = defaultdict(list)
+        self._table = NumberTable()
+        self._rows: list[tuple[int, _Label]] = []  # in the table, with what each is about
         self._references: list[_Reference] = []
         self._bytes = 0
         self._launches: list[_Launch] = []
@@ -116,7 +122,12 @@ class Collector:
     def add(self, series: Series, tensor: Tensor, mask: TokenMask | None = None) -> None:
         """Take in a detached tensor; positions that the mask leaves out do not count."""
         if not is_launchable(tensor):
-            self._reduce(series, tensor, mask)
+            row = None if mask is not None or self._histogram else self._table.add(tensor)
+            if row is None:
+                self._reduce(series, tensor, mask)
+            else:
+                label = _Label(series, _name(tensor.dtype), tensor.shape, None)
+                self._rows.append((row, label))
             return
         masked = None
         if mask is not None and (aligned := mask.align(tensor)) is not None:
@@ -162,6 +173,11 @@ class Collector:
         rows = self._read_rows(summed)
         if rows is not None:
             return rows
+        for row, about in self._take_rows():
+            reduction, shape = reduction_of(row), tuple(about.shape)
+            self._found[about.series].append(
+                statistics_of_reduction(reduction, dtype=about.dtype, shape=shape)
+            )
         for names, labels, numbers in summed:
             for each, label, own in zip(names, labels, numbers, strict=True):
                 self._found[each].append(_statistics_of_summary(label, own))
@@ -169,13 +185,23 @@ class Collector:
             for series, found in _read(launch):
                 self._found[series].append(found)
         self._launches.clear()
-        return {series: merge_statistics(parts) for series, parts in self._found.items()}
+        return {
+            series: parts[0] if len(parts) == 1 else merge_statistics(parts)
+            for series, parts in self._found.items()
+        }
+
+    def _take_rows(self) -> Iterator[tuple[Floats, _Label]]:
+        """Each row of the table, with its label."""
+        rows, self._rows = self._rows, []
+        numbers = self._table.read([number for number, _ in rows])
+        return zip(numbers, (label for _, label in rows), strict=True)
 
     def _read_rows(
         self, summed: list[tuple[list[Series], list[summaries.Label], Floats]]
     ) -> HistoryRows | None:
         """All series in one table, where nothing has to be merged or corrected."""
-        labels = [label for launch in self._launches for label in launch.labels]
+        reduced = [label for _, label in self._rows]
+        labels = [*reduced, *(label for launch in self._launches for label in launch.labels)]
         compiled = [label for _, some, _ in summed for label in some]
         series = [label.series for label in labels] + [each for some, *_ in summed for each in some]
         plain = all(label.positions is None for label in labels) and not any(
@@ -188,8 +214,10 @@ class Collector:
         if len(known) < len(tables):
             return None
         self._launches.clear()
+        known.insert(0, self._table.read([number for number, _ in self._rows]))
+        self._rows = []
         known += [summaries.table_of(numbers) for *_, numbers in summed]
-        shapes = [(each.dtype, each.shape) for each in labels]
+        shapes = [(each.dtype, tuple(each.shape)) for each in labels]
         shapes += [(each.dtype, each.shape) for each in compiled]
         return HistoryRows(series, np.concatenate(known), shapes)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import Target, TokenMask, masked_modules
 from torchfmri._kernels import summaries
+from torchfmri._model import StepCalls
 from torchfmri._monitor.watched_step import StepSink, WatchedStep
 from torchfmri._records import Series
 from torchfmri._torch import (
@@ -61,31 +62,29 @@ class CompiledCalls:
     """The watched calls of a compiled model.
 
     Args:
-        model: As the user calls it.
+        calls: Of the model as the user calls it.
         targets: The layers.
         sink: Has the step that is watched.
-        enter: Called when the model is about to run.
-        leave: Called with its keywords and its output when it has.
         fall_back: Called where it cannot be compiled with the hooks in it; the model is then run
             as it was, with whatever is attached by then.
 
     Attributes:
+        is_in_place: Whether the model itself was compiled: hooks on it would be traced.
         reason: Why this cannot be, or go on; "" as long as it can.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        calls: StepCalls,
         targets: Sequence[Target],
         sink: StepSink,
-        enter: Callable[[], None],
-        leave: Callable[[Mapping[str, Any], Any], None],
         fall_back: Callable[[], None],
     ) -> None:
-        self._forward = CompiledForward(model)
-        self._inner: nn.Module = getattr(model, "_orig_mod", model)
-        self._targets, self._sink = list(targets), sink
-        self._enter, self._leave, self._fall_back = enter, leave, fall_back
+        self._forward = CompiledForward(calls.model)
+        self._inner = self._forward.inner
+        self.is_in_place = self._inner is calls.model
+        self._calls, self._targets, self._sink = calls, list(targets), sink
+        self._fall_back = fall_back
         self._hooks: HookSet | None = None
         self._run: Callable[..., Any] | None = None
         self._ran = False
@@ -144,15 +143,16 @@ class CompiledCalls:
     # -- a call ------------------------------------------------------------------------------
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
-        step = self._sink.step
-        if step is None or not torch.is_grad_enabled() or self.reason:
+        if not self._sink.wants_call() or self.reason:
             return self._call_unwatched(arguments, keywords)
-        self._enter()
+        if not self.is_in_place:
+            return self._call_watched(arguments, keywords)
+        self._calls.enter(self._inner, arguments, keywords)
         output = None
         try:
             output = self._call_watched(arguments, keywords)
         finally:
-            self._leave(keywords, output)
+            self._calls.leave(self._inner, arguments, keywords, output)
         return output
 
     def _call_unwatched(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -166,8 +166,7 @@ class CompiledCalls:
     def _call_watched(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if self._run is None:
             self._run = self._forward.compile(_make_step())
-        in_place = self._inner is self._forward.module
-        inner = uncompiled_call(self._inner) if in_place else self._inner
+        inner = uncompiled_call(self._inner) if self.is_in_place else self._inner
         try:
             output = self._run(inner, self._mask(arguments, keywords), arguments, keywords)
         except RuntimeError as error:

@@ -1,4 +1,10 @@
-"""The Monitor: stays on while a model trains, and keeps the statistics of every step."""
+"""The Monitor: stays on while a model trains, and keeps the statistics of every step.
+
+The user's loop, or a trainer's callback, drives it through `attach` or `step`. Hooks on the
+optimizer tell it where a step ends (`OptimizerSteps`). A step is read when its numbers are there,
+which on a GPU is some steps later, so nothing here may wait for the device while training goes on.
+A failure of our own code ends the recording with one warning, and never the training.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -37,7 +43,7 @@ from torchfmri._model import (
     Concerns,
     OptimizerSteps,
     Pattern,
-    TrainedModel,
+    StepCalls,
     check_optimizers,
     find_layers,
     kept_whole,
@@ -184,8 +190,9 @@ class Monitor(Attached):
         self._number = 0
         self._attached = self._stopped = self._in_step = False
         self._unread: deque[WatchedStep] = deque()
-        self._sink = StepSink(self._plan, self._history, self._stop_recording)
-        self._hooks = StepHooks(model, loss, self._plan, self._sink, self._enter_model)
+        calls = self._calls = StepCalls(model, loss, scaler)
+        self._sink = StepSink(self._plan, self._history, calls, self._stop_recording)
+        self._hooks = StepHooks(calls, self._plan, self._sink, self._left_out)
         self._optimizer_steps = OptimizerSteps(model, check_optimizers(optimizer), self)
         action = check_action(on_nonfinite) or ("continue" if incidents is not None else None)
         subject = IncidentSubject(
@@ -194,12 +201,11 @@ class Monitor(Attached):
             scaler=scaler,
             history=self._history_of_incident,
             failed=self._stop_guard,
-            unwatched=self._unwatched,
+            unwatched=calls.resting,
         )
-        self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
+        self._hold = Hold(calls, subject, action, check_incidents(incidents)) if action else None
         self._guards = self._hold is not None
         given = check_optimizers(optimizer)
-        self._trained = TrainedModel(model)
         # What is written at exit must not keep the model alive, and is written without it.
         self._describe = partial(describe, model, given or None)
         described = weakref.ref(self._describe)
@@ -284,14 +290,14 @@ class Monitor(Attached):
         self._take_off()
         self._drain(wait=True)
         if self._folder is not None:
-            self._safely(self._folder.flush)
+            self._safely(self._folder.end)
         self._looking(lambda view: view.find(self._live.findings()))
         self._looking(lambda view: view.end())
 
     @kept_whole
     def _take_off(self) -> None:
         self._attached = False
-        self._trained.release()
+        self._calls.trained.release()
         self._optimizer_steps.detach()
         self._abandon()
         if self._hold is not None:
@@ -331,7 +337,7 @@ class Monitor(Attached):
                 raise
             finally:
                 self._in_step = False
-                self._trained.release()
+                self._calls.trained.release()
                 self._optimizer_steps.detach()
                 if self._hold is not None:
                     self._hold.detach()
@@ -358,6 +364,7 @@ class Monitor(Attached):
 
     def _begin(self) -> None:
         hold = self._hold
+        self._calls.begin()
         if hold is not None:
             self._guard(hold.attach)
             self._guard(lambda: hold.begin(self._number))
@@ -370,7 +377,8 @@ class Monitor(Attached):
 
     def _end(self) -> None:
         step = self._sink.step
-        self._put_away(step is not None and not self._attached and step.ended_without_optimizer())
+        waits = step is not None and step.scale is not None and not step.has_stepped
+        self._put_away(waits and not self._attached and self._calls.scaler_went_on())
         if not self._attached or self._number % self.every:
             self._hooks.detach()
         self._drain(wait=len(self._unread) > UNREAD)
@@ -391,10 +399,10 @@ class Monitor(Attached):
         self._sink.step = None
         self._hooks.detach()
 
-    def _enter_model(self) -> None:
-        self._trained.is_called()
+    def _left_out(self) -> None:
+        """The GradScaler went on without the optimizer, which did not end the step."""
         step = self._sink.step
-        if self._attached and step is not None and step.was_skipped():
+        if self._attached and step is not None and step.scale is not None:
             self._put_away(skipped=True)
             self._sink.step = WatchedStep(self._number, self._plan, self._sink)
 
@@ -513,16 +521,6 @@ class Monitor(Attached):
                 self._sink.step.was_held(left_out=True)
             self._put_away()
         return self.history
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """Let the model be called again without that counting as part of the step."""
-        step, self._sink.step = self._sink.step, None
-        try:
-            with self._hold.resting() if self._hold is not None else nullcontext():
-                yield
-        finally:
-            self._sink.step = step
 
     @property
     def incidents(self) -> list[Incident]:

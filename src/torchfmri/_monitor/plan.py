@@ -1,4 +1,8 @@
-"""What a Monitor watches at every step."""
+"""What a Monitor watches at every step.
+
+`Monitor` makes one plan when it is made; every `WatchedStep` reads it. It holds the modules and
+asks them at every step, so that parameters which were replaced in the meantime are found.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._monitor.updates import local_part
 from torchfmri._records import Series
+from torchfmri._torch import local_part
 from torchfmri.statistics import Statistics
 
 WHAT = ("activations", "gradients", "parameters", "parameter_gradients", "updates")
@@ -42,11 +46,18 @@ class WatchPlan:
     known: set[Series] = field(default_factory=set)
 
     def in_order(self, found: Mapping[Series, Statistics]) -> Mapping[Series, Statistics]:
-        """The series by what they are of and then in model order."""
+        """The series by what they are of; outputs as they were computed, parameters in model order.
 
-        def place(series: Series) -> tuple[int, int]:
+        A module may define its norm after the attention that reads it.
+        """
+        ran = [each.layer for each in found if each.what == "activations"]
+        first = {layer: at for at, layer in enumerate(ran)}
+
+        def place(series: Series) -> tuple[int, int, int]:
             owner = series.layer.rpartition(".")[0] if "param" in series.what else series.layer
-            return WHAT.index(series.what), self.places.get(owner, len(self.places))
+            at = self.places.get(owner, len(self.places))
+            ran_at = 0 if "param" in series.what else first.get(owner, len(ran))
+            return WHAT.index(series.what), ran_at, at
 
         if len(found) > len(self.known):  # the first step decides the order of all
             self.known.update(found)

@@ -1,4 +1,11 @@
-"""The hooks of a watched step: on the layers, on the model itself, on the loss module."""
+"""The hooks of a watched step on the layers of the model, and the loss that a call brings.
+
+`Monitor` makes one `StepHooks`, and attaches it before a watched step and detaches it after. It
+hears of the calls of the model itself from `StepCalls`, as the guard does. A compiled model gets
+`CompiledCalls` instead of hooks on its layers; every other compiled code runs eagerly while hooks
+are on, because it calls no hooks that were added after it. After `detach`, also one that an error
+caused, nothing of ours may be left on the model: the user's next step would run it.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +18,36 @@ import torch
 from torch import nn
 
 from torchfmri._capture import Taps, Target
-from torchfmri._model import compiled_code_as_eager
+from torchfmri._model import CallListener, StepCalls, compiled_code_as_eager, own_loss
 from torchfmri._monitor.compiled_calls import CompiledCalls
 from torchfmri._monitor.plan import WatchPlan
 from torchfmri._monitor.watched_step import StepSink
-from torchfmri._torch import Hook, is_compiled_in_place
+from torchfmri._torch import compiled_parts, is_compiled_in_place
 
 _EAGER = "watched steps ran eagerly: "
 _COMPILED = "watched steps ran compiled, with the statistics inside the graph"
 
 
-class StepHooks:
+class StepHooks(CallListener):
     """Everything that is put on a model for a watched step, and taken off again.
 
     Args:
-        model: The model as it is trained.
-        loss: The loss module, or None.
+        calls: Of the model as it is trained, and of its loss module.
         plan: What to watch.
         sink: What receives it.
-        entered: Called when the model is about to run.
+        left_out: Called when the GradScaler went on without the optimizer.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: nn.Module | None,
+        calls: StepCalls,
         plan: WatchPlan,
         sink: StepSink,
-        entered: Callable[[], None],
+        left_out: Callable[[], None],
     ) -> None:
-        self._model, self._loss, self._sink, self._entered = model, loss, sink, entered
+        self._calls, self._sink = calls, sink
+        self.left_out, self.failed = left_out, sink.stop
+        model = calls.model
         self._attached: ExitStack | None = None
         self._is_eager = False
         self._compiled: CompiledCalls | None = None
@@ -51,6 +58,10 @@ class StepHooks:
         targets = [Target(name, module, of_calls) for name, module in first.values()]
         if type(model).__name__ == "OptimizedModule" or is_compiled_in_place(model):
             self._compiled = self._inside_the_graph(targets, plan)
+        elif of_calls and (parts := compiled_parts(model)):
+            names = {id(module): name for name, module in model.named_modules()}
+            first_part = names[id(parts[0].module)]
+            sink.noted("", f"{_EAGER}only parts of the model are compiled, such as {first_part}")
         short = None
         if of_calls == {"activations", "gradients"}:
             short = sink.short_way([each for each in targets if not _is_scripted(each)])
@@ -63,11 +74,9 @@ class StepHooks:
         reason = "histograms are not taken inside a compiled graph" if plan.histogram else ""
         if not reason:
             found = CompiledCalls(
-                model=self._model,
+                calls=self._calls,
                 targets=targets,
                 sink=self._sink,
-                enter=self._enter_model,
-                leave=self._left,
                 fall_back=self._run_eagerly,
             )
             reason = found.reason
@@ -86,35 +95,25 @@ class StepHooks:
 
     def attach(self) -> None:
         """Put the hooks on, unless they are still there from the last step."""
-        if self._compiled is not None:
-            self._attach_compiled(self._compiled)
+        compiled = self._compiled
+        if compiled is not None and compiled.reason:
+            self._run_eagerly()
             return
         if self._attached is None:
             self._attached = ExitStack()
-            self._attached.callback(self._sink.forget_calls)
-            self._attached.enter_context(self._taps)
-            self._attached.callback(self._padding.detach)
-            self._padding.attach()
-            model, loss = self._model, self._loss
-            self._add(model.register_forward_pre_hook, self._enter_model, model)
-            self._add(model.register_forward_hook, self._leave_model, model, always_call=True)
-            if loss is not None:
-                self._add(loss.register_forward_hook, self._leave_loss, loss)
+            if compiled is None:
+                self._attached.enter_context(self._taps)
+                self._attached.callback(self._padding.detach)
+                self._padding.attach()
+            else:
+                self._attached.callback(compiled.detach)
+                compiled.attach()
+            self._attached.callback(self._calls.detach, self)
+            self._calls.attach(self, hooks_model=compiled is None or not compiled.is_in_place)
         # Something may be compiled for the first time while the hooks stay on.
-        if not self._is_eager and "torch._dynamo" in sys.modules:
+        if compiled is None and not self._is_eager and "torch._dynamo" in sys.modules:
             self._is_eager = True
             self._attached.enter_context(compiled_code_as_eager())
-
-    def _attach_compiled(self, compiled: CompiledCalls) -> None:
-        if compiled.reason:
-            self._run_eagerly()
-        elif self._attached is None:
-            self._attached = ExitStack()
-            self._attached.callback(self._sink.forget_calls)
-            self._attached.callback(compiled.detach)
-            compiled.attach()
-            if self._loss is not None:
-                self._add(self._loss.register_forward_hook, self._leave_loss, self._loss)
 
     def detach(self) -> None:
         """Take the hooks off; safe to call twice."""
@@ -129,48 +128,19 @@ class StepHooks:
             self._compiled.collect_gradients()
         self._taps.next_step()
 
-    def _add(
-        self,
-        register: Callable[..., Any],
-        act: Callable[..., None],
-        owner: nn.Module,
-        **options: Any,
-    ) -> None:
-        assert self._attached is not None
+    # -- the calls of the step ---------------------------------------------------------------
 
-        def guarded(*arguments: Any) -> None:
-            try:
-                act(*arguments)
-            except Exception as error:
-                self._sink.stop(error)
-
-        handle = register(Hook(guarded, owner), with_kwargs=True, **options)
-        self._attached.callback(handle.remove)
-
-    def _enter_model(self, *_: object) -> None:
-        self._sink.enter_model()
-        self._entered()
-
-    def _leave_model(self, _: object, __: object, keywords: Mapping[str, Any], output: Any) -> None:
-        self._left(keywords, output)
-
-    def _left(self, keywords: Mapping[str, Any], output: Any) -> None:
-        step = self._sink.step
-        if self._loss is None and step is not None and self._sink.wants_call():
+    def left(self, keywords: Mapping[str, Any], output: Any) -> None:
+        """The model has run, and may have returned a loss."""
+        if self._calls.loss is None and self._sink.step is not None:
             # Hugging Face's Trainer has the loss divided by the items of all micro-batches.
-            step.saw_loss(own_loss(output), keywords.get("num_items_in_batch") is not None)
-        self._sink.leave_model()
+            is_share = keywords.get("num_items_in_batch") is not None
+            self._sink.step.saw_loss(own_loss(output), is_share)
 
-    def _leave_loss(self, _: object, __: object, ___: object, output: Any) -> None:
-        if self._sink.step is not None and self._sink.wants_call():
+    def left_loss(self, arguments: object, output: Any) -> None:
+        """The loss module has run."""
+        if self._sink.step is not None:
             self._sink.step.saw_loss(output)
-
-
-def own_loss(output: Any) -> Any:
-    """The loss in what a model returned; None where there is none."""
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    return getattr(output, "loss", None)
 
 
 def _is_scripted(target: Target) -> bool:

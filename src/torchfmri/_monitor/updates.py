@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._records import UPDATE_SAMPLE
-from torchfmri._torch import differences, norms
+from torchfmri._torch import differences, local_part, norms
 
 
 class Moved(NamedTuple):
@@ -30,11 +30,14 @@ class Moved(NamedTuple):
 
 
 class Updates:
-    """Measures one step: create it before `optimizer.step()`, call `moved` after it."""
+    """Measures one step: create it before `optimizer.step()`, call `moved` after it.
+
+    The weights before it are copied. Those after it are read where they are, at once.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
-        self._before = {name: _sample(each) for name, each in self._parameters.items()}
+        self._before = {name: _sample(each, copy=True) for name, each in self._parameters.items()}
 
     def moved(self) -> list[Moved]:
         """How far each parameter went, in one tensor per device and dtype."""
@@ -46,7 +49,7 @@ class Updates:
     def _norms(self, names: list[str]) -> Tensor:
         with torch.no_grad():
             before = [self._before[name] for name in names]
-            after = [_sample(self._parameters[name]) for name in names]
+            after = [_sample(self._parameters[name], copy=False) for name in names]
             change = differences(after, before)
             return torch.stack([torch.stack(norms(change)), torch.stack(norms(before))])
 
@@ -56,18 +59,13 @@ def is_sampled(parameter: Tensor) -> bool:
     return local_part(parameter).numel() > UPDATE_SAMPLE
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter, which may be sharded."""
-    detached = parameter.detach()
-    local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
-    return local
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    """A copy of evenly spaced values, in float32 or wider."""
-    flat = local_part(parameter).reshape(-1)
-    sample = flat[:: max(1, -(-flat.numel() // UPDATE_SAMPLE))]
+def _sample(parameter: Tensor, copy: bool) -> Tensor:
+    """Evenly spaced values, in float32 or wider; of a small parameter all, in its own shape."""
+    sample = local_part(parameter)
+    if sample.numel() > UPDATE_SAMPLE:
+        flat = sample.reshape(-1)
+        sample = flat[:: -(-flat.numel() // UPDATE_SAMPLE)]
     if sample.is_complex():
         sample = torch.view_as_real(sample)
     wide = torch.float64 if sample.dtype == torch.float64 else torch.float32
-    return sample.to(wide, copy=True)
+    return sample.to(wide, copy=copy)

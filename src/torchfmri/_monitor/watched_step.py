@@ -1,4 +1,10 @@
-"""One watched step of training: what the hooks bring, and what becomes of it."""
+"""One watched step of training: what the hooks bring, and what becomes of it.
+
+`StepSink` stays for the whole run and receives what the hooks see; `Monitor` gives it a new
+`WatchedStep` for each step. `_take` and `_arrived` run at every call of every layer and its
+gradient, so each operation there is paid hundreds of times in a step. `_arrived` runs inside the
+backward pass and may not raise: an exception there would leave `.grad` half filled.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._capture import CallKey, Padding, Short, Target, TokenMask, masked_modules
-from torchfmri._model import Concerns
+from torchfmri._capture import CallKey, Padding, Short, Sink, Target, TokenMask, masked_modules
+from torchfmri._model import Concerns, StepCalls
 from torchfmri._monitor.collector import Collector
 from torchfmri._monitor.plan import WatchPlan
-from torchfmri._monitor.updates import Moved, Updates, is_sampled, local_part
+from torchfmri._monitor.updates import Moved, Updates, is_sampled
 from torchfmri._records import History, Series, Step
 from torchfmri._torch import (
     Deferred,
     Element,
     gradient_scale,
-    gradient_scale_version,
-    infers_shapes,
-    scaler_went_on,
+    local_part,
 )
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
@@ -42,48 +46,31 @@ class _Layer(NamedTuple):
     gradients: Series
 
 
-class StepSink:
+class StepSink(Sink):
     """Hands what the taps see to the step that is being watched, if there is one."""
 
     def __init__(
-        self, plan: WatchPlan, history: History, stop: Callable[[Exception], None]
+        self,
+        plan: WatchPlan,
+        history: History,
+        calls: StepCalls,
+        stop: Callable[[Exception], None],
     ) -> None:
         self.step: WatchedStep | None = None
         self.stop = stop
+        self.note_scale, self._counts = calls.note_scale, calls.counts
         self._plan, self._history = plan, history
         self._padding = Padding(())
         self._first_path: dict[str, str] = {}
-        self._roots: list[bool] = []
 
     def follow_padding(self, modules: Iterable[nn.Module]) -> Padding:
         """Leave the padding out that these modules are told of; it is for the caller to attach."""
         self._padding = Padding(masked_modules(modules), self.stop)
         return self._padding
 
-    # -- which calls belong to the step ------------------------------------------------------
-
-    def enter_model(self) -> None:
-        """The model is called; without gradients that is an evaluation, not part of the step."""
-        self._roots.append(torch.is_grad_enabled() and not infers_shapes())
-
-    def leave_model(self) -> None:
-        """The model's call is over."""
-        if self._roots:
-            self._roots.pop()
-
-    def forget_calls(self) -> None:
-        """Hooks went away: calls that were entered are never left."""
-        self._roots.clear()
-
     def wants_call(self, layer: str = "") -> bool:
-        """Whether the call that runs now is part of a watched step.
-
-        What counts is whether gradients were on where the model was entered: a reentrant
-        checkpoint turns them off inside.
-        """
-        if self.step is None:
-            return False
-        return self._roots[-1] if self._roots else torch.is_grad_enabled()
+        """Whether the call that runs now is part of a watched step."""
+        return self.step is not None and self._counts()
 
     # -- the sink ----------------------------------------------------------------------------
 
@@ -102,7 +89,7 @@ class StepSink:
         self, layer: _Layer, arguments: object, keywords: object, output: Tensor
     ) -> _Layer | None:
         """Take in an output; without padding the calls of a layer need not be told apart."""
-        if self.step is None or not self.wants_call() or self._padding.current() is not None:
+        if self.step is None or not self._counts() or self._padding.current() is not None:
             return None
         self.step.collector.add(layer.activations, output.detach())
         return layer
@@ -141,9 +128,6 @@ class StepSink:
             step.read_scale()
             step.collector.add(Series(call.layer, what), gradient, step.padding_of.get(call))
 
-    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
-        """Never called: parameters are read when the optimizer steps."""
-
     def missed(self, layer: str, what: str, reason: str) -> None:
         """Note why something is not there."""
         text = f"{what}: {reason}" if what else reason
@@ -171,6 +155,8 @@ class WatchedStep:
     """What one step brought, until it is read.
 
     Attributes:
+        scale: What the GradScaler multiplied the loss by; None until gradients arrive.
+        has_stepped: Whether an optimizer has stepped.
         is_left_out: Whether the optimizer was kept from it, by us.
     """
 
@@ -183,11 +169,10 @@ class WatchedStep:
         self._told: list[Tensor] = []
         self._seen: list[Tensor] = []
         self._shares: list[Tensor] = []
-        self._scale: Tensor | None = None
-        self._scale_version = 0
+        self.scale: Tensor | None = None
         self._parameter_scale: Tensor | None = None
         self._found_inf: Tensor | None = None
-        self._stepped = self.is_left_out = False
+        self.has_stepped = self.is_left_out = False
         self._updates: Updates | None = None
         self._moved: list[Moved] = []
         self._numbers: Deferred | None = None
@@ -223,23 +208,11 @@ class WatchedStep:
 
     def read_scale(self) -> None:
         """Read what the loss is multiplied by; to be called while gradients arrive."""
-        if self._plan.scaler is None or self._scale is not None:
+        if self._plan.scaler is None or self.scale is not None:
             return
-        self._scale = torch.as_tensor(gradient_scale(self._plan.scaler))
-        self._scale_version = gradient_scale_version(self._plan.scaler)
+        self.scale = torch.as_tensor(gradient_scale(self._plan.scaler))
+        self._sink.note_scale()
         self._sink.noted("", _UNSCALED)
-
-    def was_skipped(self) -> bool:
-        """Whether the scaler has gone on to the next step without the optimizer."""
-        if self._scale is None:
-            return False
-        return gradient_scale_version(self._plan.scaler) != self._scale_version
-
-    def ended_without_optimizer(self) -> bool:
-        """Whether the scaler has made its step and left the optimizer out."""
-        if self._scale is None or self._stepped:
-            return False
-        return scaler_went_on(self._plan.scaler, self._scale_version)
 
     # -- the optimizer -----------------------------------------------------------------------
 
@@ -281,7 +254,7 @@ class WatchedStep:
 
     def after_update(self) -> None:
         """Compare the weights with those before."""
-        self._stepped = True
+        self.has_stepped = True
         if self._updates is not None:
             self._moved += self._updates.moved()
             self._updates = None
@@ -310,7 +283,7 @@ class WatchedStep:
         self._step.seconds = time.perf_counter() - self._started
         if skipped:
             self._step.scalars["optimizer_skipped"] = 1.0
-        of_scaler = (self._found_inf, self._scale, self._parameter_scale)
+        of_scaler = (self._found_inf, self.scale, self._parameter_scale)
         losses = self._told or self._shares or self._seen
         moved = [each.norms for each in self._moved]
         running = self._plan.running_variances() if self.wants("activations") else {}
@@ -342,7 +315,7 @@ class WatchedStep:
         if self._found_inf is not None and next(numbers)[0] > 0:
             self._step.scalars["optimizer_skipped"] = 1.0
         found = self._plan.in_order(self.collector.read())
-        scales = {"gradients": self._scale, "parameter_gradients": self._parameter_scale}
+        scales = {"gradients": self.scale, "parameter_gradients": self._parameter_scale}
         for what, scale in scales.items():
             if scale is None:
                 continue

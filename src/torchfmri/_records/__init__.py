@@ -31,7 +31,7 @@ from torchfmri._records.history import (
     Step,
 )
 from torchfmri._records.history_files import write_records
-from torchfmri._records.history_store import HistoryFolder, step_files
+from torchfmri._records.history_store import HistoryFolder, has_ended, step_files
 from torchfmri._records.inspection import Inspection
 from torchfmri._records.inspection_files import kind_of, tensor_of
 from torchfmri._records.record import Call, Record
@@ -41,5 +41,6 @@ from torchfmri._records.values import (
     PARAMETER_WHAT,
     Value,
     channel_axis,
+    check_per,
     check_what,
 )

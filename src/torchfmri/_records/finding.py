@@ -1,7 +1,10 @@
 """A finding: what is wrong with a model or its training, where, when, and what to do.
 
-A problem nearly always begins in the same part of a training step, so its phase is looked up here
-instead of being repeated at every finding.
+Diagnoses, incidents and the Monitor make findings with `alarm`, `warn` and `finding_of`; reports,
+loggers and the viewer read them. A problem nearly always begins in the same part of a training
+step, so its phase is looked up here instead of being repeated at every finding: a new problem needs
+an entry in `_PROBLEMS`. Names of problems and the fields of `to_dict` are public and stored: people
+filter by them. Words of text and advice may change.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Finding:
     Attributes:
         problem: Its short name, such as "dead_units".
         severity: "alarm" (training cannot go well), "warn" (look at it), "inform".
-        layers: Where; empty where it is about no layer (the data, the loss, the optimizer).
+        layers: Where; empty if it is about no layer (the data, the loss, the optimizer).
         phase: In which part of the training step it begins.
         step: When it was first seen; None for what does not depend on a step.
         text: What is wrong and why, in one or two sentences with the numbers.
@@ -72,7 +75,7 @@ class Finding:
 
         Raises:
             KeyError: A part of it is missing.
-            ValueError: It is none.
+            ValueError: It is not a finding.
         """
         require_forms(data, _FORMS)
         if data["severity"] not in SEVERITIES or data["phase"] not in PHASES:

@@ -1,4 +1,11 @@
-"""Statistics over training steps: the record that a Monitor keeps and everything else reads."""
+"""Statistics over training steps: the record that a Monitor keeps and everything else reads.
+
+Monitors append; diagnoses, compare, figures, loggers and the viewer read. Each step is one table
+(series x stored field), because objects for every series would cost more than watching. `STORED` is
+the order of columns in saved files: a new field goes to its end, and the version of the files goes
+up. Statistics with histograms are kept for the last steps only. A step that did not see a series
+has NaN there, and its table may have fewer rows than the history has series.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -59,7 +67,7 @@ class HistoryRows(Mapping[Series, Statistics]):
     """The statistics of many series in one table; single ones are made when they are asked for.
 
     Args:
-        series: What each row is about; each once.
+        series: The series of each row, each once.
         table: (series, stored field).
         labels: The dtype and the shape of each.
     """
@@ -69,11 +77,12 @@ class HistoryRows(Mapping[Series, Statistics]):
     ) -> None:
         self.series, self.table, self.labels = series, table, labels
 
+    @cached_property
+    def _places(self) -> dict[Series, int]:
+        return {series: place for place, series in enumerate(self.series)}
+
     def __getitem__(self, series: Series) -> Statistics:
-        try:
-            index = self.series.index(series)
-        except ValueError:
-            raise KeyError(series) from None
+        index = self._places[series]
         return _statistics_of_row(self.table[index], *self.labels[index])
 
     def __iter__(self) -> Iterator[Series]:
@@ -89,15 +98,15 @@ class Step:
 
     Attributes:
         number: Counted from 0 over all steps, watched or not.
-        loss: The loss, nan where it was not seen; one that is NaN itself has `has_loss`.
+        loss: The loss, nan if it was not seen; one that is NaN itself has `has_loss`.
         seconds: How long the step took, with watching.
         scalars: Other numbers of the step by name, such as the gradient scale.
-        table: (series, stored field), nan where a series was not seen in this step.
+        table: (series, stored field), nan if a series was not seen in this step.
         statistics: Series index -> statistics, with histograms; for the most recent steps only.
-        labels: Series index -> dtype and shape where there are no such statistics; likewise.
-        parameters: Those that the optimizer may have changed.
-        updates: (2, parameter): the norm of what it changed of each, and of the weights before.
-        has_loss: Whether a loss was seen, be it NaN.
+        labels: Series index -> dtype and shape, of recent steps without such statistics.
+        parameters: The parameters that the optimizer may have changed.
+        updates: (2, parameter): the norm of the change of each, and of the weights before.
+        has_loss: Whether a loss was seen, even if it was NaN.
         variances: Batch norm -> the largest of its running variances after the step; not stored.
     """
 
@@ -144,7 +153,7 @@ class History:
         series: Every (layer, what) seen so far; a step's table has one row for each.
         missing: Layer -> why it, or something of it, was not captured.
         notes: Reservation -> the layers it holds for.
-        findings: What was found wrong; filled where a Monitor's folder is loaded.
+        findings: The findings of the run; filled when a Monitor's folder is loaded.
 
     Examples:
         >>> import torch
@@ -235,18 +244,18 @@ class History:
 
     @property
     def loss(self) -> Floats:
-        """The loss at each step; nan where it was not seen, or is NaN."""
+        """The loss at each step; nan if it was not seen, or is NaN."""
         return self.scalar("loss")
 
     def scalar(self, name: str) -> Floats:
-        """Another number per step, such as "seconds" or "gradient_scale"; nan where unknown."""
+        """Return another number per step, such as "seconds" or "gradient_scale"; nan if unknown."""
         require(isinstance(name, str), "name", name, "give the name of a number, such as 'seconds'")
         if name in ("loss", "seconds"):
             return np.array([getattr(step, name) for step in self._steps], np.float64)
         return np.array([step.scalars.get(name, math.nan) for step in self._steps], np.float64)
 
     def values(self, layer: str, what: str = "activations", field: str = "std") -> Floats:
-        """One statistic of one series over the steps; nan where it was not seen.
+        """Return one statistic of one series over the steps; nan if it was not seen.
 
         Args:
             layer: The layer, or for parameters their full name, such as "fc.weight".
@@ -265,7 +274,7 @@ class History:
         return column
 
     def update_ratio(self, parameter: str) -> Floats:
-        """rms(update) / rms(weight) of a parameter at each step; nan where it was not measured.
+        """Return rms(update) / rms(weight) of a parameter at each step; nan if not measured.
 
         Raises:
             LayerNotFoundError: It was never measured.
@@ -277,7 +286,7 @@ class History:
         return ratios
 
     def matrix(self, what: str = "activations", field: str = "std") -> tuple[list[str], Floats]:
-        """The layers with `what`, and one statistic as (layer, step).
+        """Return the layers with `what`, and one statistic of them as (layer, step).
 
         Raises:
             InspectionError: Nothing is known of `what`, or there is no such statistic.
@@ -294,7 +303,7 @@ class History:
         return [self.series[index].layer for index in chosen], _derive(self._stack(chosen), field)
 
     def statistics(self, layer: str, what: str = "activations", step: int = -1) -> Statistics:
-        """The statistics of one series at one step kept (the latest by default).
+        """Return the statistics of one series at one of the steps kept (by default the latest).
 
         Histograms are there for the most recent steps only.
         """
@@ -307,7 +316,7 @@ class History:
         return _statistics_of_row(record.table[index], *record.labels.get(index, ("float64", None)))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One flat record per step and series, for tables and files; None where not applicable."""
+        """Yield a flat record per step and series, for tables and files; None if not known."""
         nothing = dict.fromkeys(FIELDS)
         for step in self._steps:
             loss = step.loss if step.has_loss else None
@@ -349,7 +358,7 @@ class History:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> History:
-        """The history that `save` wrote, or that a Monitor writes to its folder.
+        """Return the history that `save` wrote, or that a Monitor writes to its folder.
 
         A run that still trains can be loaded: it has the steps written so far.
 
@@ -362,6 +371,7 @@ class History:
         return load_history(check_path("path", path))
 
     def _find(self, layer: str, what: str) -> int:
+        """Return the row of a series in the tables; an error says why there is none."""
         index = self._index.get(Series(layer, what))
         if index is not None:
             return index
@@ -375,7 +385,7 @@ class History:
         raise InspectionError(f"Nothing is known of the {what!r} of {layer!r}, only {known}{why}.")
 
     def _stack(self, indices: Sequence[int]) -> Floats:
-        """(stored field, series, step) of some series, given in ascending order."""
+        """Return (stored field, series, step) of some series, given in ascending order."""
         rows = np.array(indices)
         stacked = np.full((len(self._steps), len(rows), len(STORED)), math.nan)
         for position, step in enumerate(self._steps):
@@ -402,7 +412,7 @@ def _statistics_of_row(row: Floats, dtype: str, shape: tuple[int, ...] | None) -
 
 
 def _derive(stored: Floats, field: str) -> Floats:
-    """A statistic from the stored fields: (stored field, ...) -> (...)."""
+    """Return a statistic computed from the stored fields: (stored field, ...) -> (...)."""
     if field not in FIELDS:
         near = nearest_names(field, FIELDS, count=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

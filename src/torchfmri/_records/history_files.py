@@ -1,4 +1,9 @@
-"""Files of flat records: CSV, JSON lines and Parquet, written a piece at a time."""
+"""Files of flat records: CSV, JSON lines and Parquet, written a piece at a time.
+
+`History.export` and incidents write with it. A run has more rows than memory should hold, so
+records come from an iterator and are never listed. A value that is not there stays empty, which
+differs from NaN: JSON lines say "NaN" as a text, since null would say that there was no value.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,11 @@ import csv
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchfmri._arguments import from_extra
 from torchfmri._files import new_file
 from torchfmri.exceptions import InspectionError
 
@@ -24,7 +30,7 @@ def write_records(records: Iterable[Record], columns: Mapping[str, type], path: 
     Args:
         records: None stands for a value that is not there.
         columns: The names of the columns, each with str, int or float.
-        path: Where to; its ending says how.
+        path: The file; its ending says in which format.
 
     Raises:
         InspectionError: The ending is none of these, or pyarrow is missing.
@@ -59,21 +65,12 @@ def _write_jsonl(records: Iterable[Record], columns: Mapping[str, type], path: P
 
 
 def _write_parquet(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:
-    try:
+    with from_extra("Parquet needs pyarrow", "parquet", "CSV and JSONL need nothing."):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise InspectionError(
-            "Parquet needs pyarrow: pip install 'torchfmri[parquet]'. CSV and JSONL need nothing."
-        ) from error
     types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-        for piece in _pieces(records):
+        remaining = iter(records)
+        while piece := list(itertools.islice(remaining, PIECE)):
             writer.write_table(pyarrow.Table.from_pylist(piece, schema=schema))
-
-
-def _pieces(records: Iterable[Record]) -> Iterator[list[Record]]:
-    remaining = iter(records)
-    while piece := list(itertools.islice(remaining, PIECE)):
-        yield piece

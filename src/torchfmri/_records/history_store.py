@@ -1,7 +1,10 @@
 """A History on disk: a file of steps, or the folder that a Monitor writes while a model trains.
 
-The folder holds files of steps, each written whole or not at all, so that it can be read at any
-moment and what a killed run has written stays readable.
+`History.save` and `load` and the Monitor's `folder` come here; the viewer asks `step_files` and
+`has_ended`. The folder holds files of steps, each written whole or not at all, so that it can be
+read at any moment and what a killed run has written stays readable. The format is stored: names of
+files hold their first step, and each file says how many steps come before it, by which a lost file
+is noticed. A damaged file costs its own steps only and is named in `notes`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ from torchfmri.statistics import Statistics
 
 KIND = "history"
 _FILE, _ENDING = "steps-", ".safetensors"
+_ENDED = "ended"
+"""An empty file beside the steps: the run is over, unless a file of steps is newer."""
 _SECONDS = 10.0
 _SHARE = 0.01
 """Steps are written after ten seconds, or after a hundredth of the time that the run took so far:
@@ -48,7 +54,7 @@ def save_history(
     Args:
         history: The steps.
         path: The file.
-        findings: What was found so far; by default what the history has.
+        findings: The findings so far; by default those of the history.
         before: How many steps of the run are in other files, so that a lost file is noticed.
     """
     steps = list(history)
@@ -89,7 +95,7 @@ def save_history(
 
 
 def _labels(history: History) -> list[tuple[str, tuple[int, ...] | None]]:
-    """The dtype and shape of each series, as far as the most recent steps know them."""
+    """Return the dtype and shape of each series, as far as the most recent steps know them."""
     found: list[tuple[str, tuple[int, ...] | None]] = [("float32", None)] * len(history.series)
     for step in history:
         for index, label in step.labels.items():
@@ -100,7 +106,7 @@ def _labels(history: History) -> list[tuple[str, tuple[int, ...] | None]]:
 
 
 def _plain_finding(finding: Finding) -> dict[str, Any]:
-    """A finding whose evidence is in the types of JSON."""
+    """Return a finding as plain data, with its evidence in the types of JSON."""
     said = finding.to_dict()
     kept = (bool, int, float, str, type(None), list, tuple)
     said["evidence"] = {
@@ -115,19 +121,30 @@ def _plain_finding(finding: Finding) -> dict[str, Any]:
 
 
 def step_files(path: Path) -> list[Path]:
-    """The files of steps at a path, in their order: itself, or those in a folder."""
+    """Return the files of steps at a path, in their order: the file, or those of the folder."""
     names = list_names(path) if path.is_dir() else [path.name] if path.is_file() else []
     found = sorted(name for name in names if name.startswith(_FILE) and name.endswith(_ENDING))
     return [path / name if path.is_dir() else path for name in found]
 
 
+def has_ended(path: Path) -> bool:
+    """Whether the Monitor that wrote a folder has said that it is done; a killed one says nothing.
+
+    A Monitor that goes on afterwards writes steps that are newer than the mark.
+    """
+    mark, files = path / _ENDED, step_files(path)
+    if not path.is_dir() or not mark.is_file() or not files:
+        return False
+    return files[-1].stat().st_mtime_ns <= mark.stat().st_mtime_ns
+
+
 def load_history(path: Path) -> History:
-    """The history in a file, or in a folder of such files.
+    """Return the history in a file, or in a folder of such files.
 
     A damaged file of a folder is named in the notes of the history and passed over.
 
     Raises:
-        FileFormatError: There is none, or the file is damaged.
+        FileFormatError: There is no history, or the file is damaged.
     """
     if not path.is_dir():
         return _merged([_load_file(path)])
@@ -170,7 +187,7 @@ def _require_name(name: str, steps: Sequence[Step]) -> None:
 
 
 def _gaps(parts: Sequence[dict[str, Any]]) -> Iterable[str]:
-    """Words on the files that are gone; the last ones cannot be told from an earlier end."""
+    """Yield a sentence for each gap between files; nobody can tell if the last ones are gone."""
     count = 0
     for part in parts:
         before = part["before"]
@@ -183,6 +200,7 @@ def _gaps(parts: Sequence[dict[str, Any]]) -> Iterable[str]:
 
 
 def _load_file(path: Path) -> dict[str, Any]:
+    """Return the description of one file, with its arrays and steps, all of the right form."""
     said, tensors = read_sealed(path, KIND)
     try:
         require_forms(said, _FORMS)
@@ -231,7 +249,7 @@ def _steps(said: dict[str, Any], arrays: Mapping[str, Any]) -> Iterable[Step]:
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> History:
-    """One history of the steps of several files, in the order of their numbers."""
+    """Return one history of the steps of several files, in the order of their numbers."""
     history = History(length=max(1, sum(len(part["steps"]) for part in parts)))
     for part in parts:
         labels = part["labels"]
@@ -256,7 +274,7 @@ class HistoryFolder:
     """A writer for `Monitor.add_writer` that keeps every step on disk while the model trains.
 
     Args:
-        folder: Where to; made if it is not there. One run per folder.
+        folder: The folder to write to; made if it is not there. One run per folder.
         findings: Asked for what was found so far when steps are written.
         seconds: How long steps wait at least before they are written; 0 writes each at once. The
             first step does not wait, nor does one whose loss turns to NaN or infinity.
@@ -283,7 +301,7 @@ class HistoryFolder:
         make_folder(self.folder)
         self._pending = _UnwrittenSteps(self.folder, findings, seconds)
         # The last steps of a program that simply ends are written too.
-        self._finalizer = weakref.finalize(self, self._pending.write)
+        self._finalizer = weakref.finalize(self, self._pending.end)
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Keep one step."""
@@ -292,6 +310,10 @@ class HistoryFolder:
     def flush(self) -> None:
         """Write the steps that wait."""
         self._pending.write()
+
+    def end(self) -> None:
+        """Write the steps that wait, and that the run is over: `torchfmri view` says so at once."""
+        self._pending.end()
 
 
 class _UnwrittenSteps:
@@ -307,10 +329,8 @@ class _UnwrittenSteps:
         self._written = 0
 
     def add(self, step: Step, found: Mapping[Series, Statistics]) -> None:
-        copied = Step(
-            number=step.number, loss=step.loss, seconds=step.seconds, scalars=dict(step.scalars),
-            parameters=step.parameters, updates=step.updates, has_loss=step.has_loss,
-        )  # fmt: skip
+        """Keep a step, without its histograms; write if it is time, or if the loss just broke."""
+        copied = replace(step, scalars=dict(step.scalars), statistics={}, labels={}, variances={})
         self._steps.append(copied, found)
         now = time.monotonic()
         wait = max(self._seconds, _SHARE * (now - self._began)) if self._seconds else 0.0
@@ -327,3 +347,9 @@ class _UnwrittenSteps:
             name = _file_name(steps[0].number)
             save_history(steps, self._folder / name, self._findings(), self._written)
             self._written += len(steps)
+
+    def end(self) -> None:
+        self.write()
+        # It runs when the interpreter leaves as well: by then the user may have removed the folder.
+        if self._written and self._folder.is_dir() and not has_ended(self._folder):
+            (self._folder / _ENDED).touch()

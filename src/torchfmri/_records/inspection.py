@@ -1,4 +1,9 @@
-"""The result of one run: what was captured, by layer and call, and what was not and why."""
+"""The result of one run: what was captured, by layer and call, and what was not and why.
+
+`Inspector` fills it, and its parts are `record.Record`s. It knows no model, no hooks and no
+capture: tables, figures and compare work on a loaded inspection as on a new one. Whatever could not
+be captured stands in `missing` with its reason, never just absent. `to_dict` is public (`--json`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ class Inspection(Mapping[str, Record]):
         notes: Reservation -> the layers it holds for.
         loss: The loss of the run, where one was computed.
         token_ids: (b, s) the token numbers that the model was given, where it was given such.
-        kept: (b, s) False where a position is padding; None where that is not known.
+        kept: (b, s) False where a position is padding; None if that is not known.
         tokens: The texts of the tokens without padding, row by row, where they are known.
 
     Examples:

@@ -1,8 +1,15 @@
-"""An inspection in a file: one safetensors file, whose metadata say what each tensor is."""
+"""An inspection in a file: one safetensors file, whose metadata say what each tensor is.
+
+`Inspection.save` and `load` call it; `history_store` uses its `Columns`, `write_sealed` and
+`read_sealed` for the same kind of file. What is written here must be readable for ever: a change of
+`_record`, `_call` or `_value` needs a new `VERSION` that reads the old one too. A file may be
+damaged or hostile, so whatever its description makes Python raise becomes a FileFormatError. A mask
+that many values share is written once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,65 +220,67 @@ def load_inspection(path: Path) -> dict[str, Any]:
     said, tensors = read_sealed(path, KIND)
     try:
         require_forms(said, _FORMS)
-        return _loaded(said, tensors)
+        return _Reader(tensors).attributes(said)
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError, InspectionError) as error:
         raise FileFormatError(path.name, f"its description is wrong ({error})") from error
 
 
-def _loaded(said: dict[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    masks: dict[tuple[str | None, ...], TokenMask] = {}
-    by_name: dict[str, Record] = {}
-    for each in said["records"]:
-        require_forms(each, _RECORD)
-        record = Record(each["layer"], each["kind"], frozenset(map(check_what, each["what"])))
-        record.names = tuple(each["names"])
-        record.calls = [_loaded_call(record.layer, call, tensors, masks) for call in each["calls"]]
-        for backward, what, name, value in each["parameters"]:
-            found = record._parameters.setdefault(int(backward), {}).setdefault(what, {})
-            found[name] = _loaded_value(value, tensors, masks)
-        by_name |= dict.fromkeys(record.names, record)
-    grids = {
-        name: None
-        if said[name] is None
-        else tensor_of(tensors[said[name][0]], tuple(said[name][1]))
-        for name in ("token_ids", "kept")
-    }
-    plain = {name: said[name] for name in ("model", "loss", "missing", "notes", "tokens")}
-    return {**plain, **grids, "records": {layer: by_name[layer] for layer in said["layers"]}}
+class _Reader:
+    """Makes records of what is said of them in a file, with its tensors and masks, each once."""
 
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        self._tensors = tensors
+        self._masks: dict[tuple[str | None, ...], TokenMask] = {}
 
-def _loaded_call(
-    layer: str, said: dict[str, Any], tensors: Mapping[str, Stored],
-    masks: dict[tuple[str | None, ...], TokenMask],
-) -> Call:  # fmt: skip
-    call = Call(layer, int(said["index"]), int(said["order"]))
-    call._differentiable = tuple(said["differentiable"])
-    for what, path, value in said["values"]:
-        call._values[what, path] = None if value is None else _loaded_value(value, tensors, masks)
-    for backward, what, path, value in said["gradients"]:
-        call._gradients[int(backward), what, path] = _loaded_value(value, tensors, masks)
-    return call
+    def attributes(self, said: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes of an inspection."""
+        by_name: dict[str, Record] = {}
+        for each in said["records"]:
+            require_forms(each, _RECORD)
+            record = Record(each["layer"], each["kind"], frozenset(map(check_what, each["what"])))
+            record.names = tuple(each["names"])
+            record.calls = [self._call(record.layer, call) for call in each["calls"]]
+            for backward, what, name, value in each["parameters"]:
+                found = record._parameters.setdefault(int(backward), {}).setdefault(what, {})
+                found[name] = self._value(value)
+            by_name |= dict.fromkeys(record.names, record)
+        grids = {
+            name: None if said[name] is None else self._tensor(*said[name])
+            for name in ("token_ids", "kept")
+        }
+        plain = {name: said[name] for name in ("model", "loss", "missing", "notes", "tokens")}
+        return {**plain, **grids, "records": {layer: by_name[layer] for layer in said["layers"]}}
 
+    def _call(self, layer: str, said: dict[str, Any]) -> Call:
+        call = Call(layer, int(said["index"]), int(said["order"]))
+        call._differentiable = tuple(said["differentiable"])
+        for what, path, value in said["values"]:
+            call._values[what, path] = None if value is None else self._value(value)
+        for backward, what, path, value in said["gradients"]:
+            call._gradients[int(backward), what, path] = self._value(value)
+        return call
 
-def _loaded_value(
-    said: dict[str, Any], tensors: Mapping[str, Stored],
-    masks: dict[tuple[str | None, ...], TokenMask],
-) -> Value:  # fmt: skip
-    dtype, shape = getattr(torch, str(said["dtype"]), None), tuple(map(int, said["shape"]))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{str(said['dtype'])[:40]!r} is not a dtype")
-    mask = None
-    if said["mask"] is not None:
-        key = tuple(said["mask"])
-        if key not in masks:
-            parts = [None if name is None else tensors[name] for name in key]
-            masks[key] = TokenMask(
+    def _value(self, said: dict[str, Any]) -> Value:
+        dtype, shape = getattr(torch, str(said["dtype"]), None), tuple(map(int, said["shape"]))
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{str(said['dtype'])[:40]!r} is not a dtype")
+        source = torch.empty(shape, dtype=dtype, device="meta")
+        value = Value(said["path"], source, nn.Module, self._mask(said["mask"]))
+        if said["tensor"] is not None:
+            value.keep(self._tensor(said["tensor"], shape))
+        else:
+            value.keep_statistics(Statistics.from_dict(said["statistics"]))
+        return value
+
+    def _mask(self, said: list[str | None] | None) -> TokenMask | None:
+        if said is None:
+            return None
+        if (key := tuple(said)) not in self._masks:
+            parts = [None if name is None else self._tensors[name] for name in key]
+            self._masks[key] = TokenMask(
                 *(None if part is None else tensor_of(part, part.values.shape) for part in parts)
             )
-        mask = masks[key]
-    value = Value(said["path"], torch.empty(shape, dtype=dtype, device="meta"), nn.Module, mask)
-    if said["tensor"] is not None:
-        value.keep(tensor_of(tensors[said["tensor"]], shape))
-    else:
-        value.keep_statistics(Statistics.from_dict(said["statistics"]))
-    return value
+        return self._masks[key]
+
+    def _tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        return tensor_of(self._tensors[name], tuple(shape))

@@ -1,4 +1,11 @@
-"""What was captured of one layer: its calls, their tensors, and what flowed back to them."""
+"""What was captured of one layer: its calls, their tensors, and what flowed back to them.
+
+The `Recorder` of `_inspect` fills the attributes that begin with an underscore, and
+`inspection_files` writes them; everybody else reads the public ones, which are documented.
+Gradients are kept by (backward pass, what, path) beside the values of their own call, never by the
+order in which they came. Keep the containers per call few: their number decides how long the
+garbage collector takes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,14 @@ from typing import TypeAlias
 from torch import Tensor
 
 from torchfmri._arguments import is_whole
-from torchfmri._records.values import ELEMENTS_OF, PARAMETER_WHAT, WHAT, Value, check_what
+from torchfmri._records.values import (
+    ELEMENTS_OF,
+    PARAMETER_WHAT,
+    WHAT,
+    Value,
+    check_per,
+    check_what,
+)
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import ChannelStatistics, Statistics, merge_statistics
 
@@ -63,7 +77,7 @@ class Call:
         return [path for each, path in self._values if each == of]
 
     def values(self, what: str, backward: int = -1) -> list[Value | None]:
-        """Return what was captured, one entry per element; None where no gradient arrived.
+        """Return what was captured, one entry per element; None if no gradient arrived.
 
         Args:
             what: inputs, activations, gradients, input_gradients or attention.
@@ -79,7 +93,7 @@ class Call:
         return [self._gradients.get((number, what, path)) for path in self.elements(what)]
 
     def tensors(self, what: str, backward: int = -1) -> list[Tensor | None]:
-        """Return the tensors, one entry per element; None where no gradient arrived.
+        """Return the tensors, one entry per element; None if no gradient arrived.
 
         Raises:
             InspectionError: Only statistics were kept.
@@ -114,7 +128,7 @@ class Call:
     def statistics(
         self, what: str = "activations", element: int | str = 0, backward: int = -1
     ) -> Statistics | None:
-        """Return the statistics of one element; None where no gradient arrived."""
+        """Return the statistics of one element; None if no gradient arrived."""
         value = self.value(what, element, backward)
         return None if value is None else value.statistics
 
@@ -226,8 +240,7 @@ class Record:
             per: `"channel"` for one value per unit.
         """
         what = self._check(what or self._default_what())
-        if per not in (None, "channel"):
-            raise InspectionError(f"per={per!r}: there is per='channel', or None for the tensor.")
+        check_per(per)
         if per is None:
             return self.tensor_statistics(what, element, call)
         parts = [value.channels for value in self._values(what, element, call)]

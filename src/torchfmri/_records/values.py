@@ -1,10 +1,18 @@
-"""One captured tensor, and what can be captured at all."""
+"""One captured tensor, and what can be captured at all.
+
+Inspector, tables, compare and figures ask `check_what`; edits ask `channel_axis`. Something new to
+watch begins with a word in `WHAT`, whose order is that of tables. A `Value` never holds the user's
+own tensor: it is reduced at once, or a copy is kept. Positions that a mask leaves out are in no
+statistic. Which axis holds the units is decided by the class of the layer, since shapes alone do
+not tell channels from features.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import require
 from torchfmri._capture import TokenMask
 from torchfmri._model import nearest_names
 from torchfmri.exceptions import InspectionError
@@ -51,6 +59,11 @@ def check_what(what: str) -> str:
         hint = f" Did you mean {_MEANT.get(near[0], near[0])!r}?" if near else ""
         raise InspectionError(f"Cannot watch {what!r}: there are {', '.join(WHAT)}.{hint}")
     return what
+
+
+def check_per(per: str | None) -> None:
+    """Raise if `per` is neither None nor `"channel"`."""
+    require(per in (None, "channel"), "per", per, "there is per='channel', or None for the tensor")
 
 
 class Value:

@@ -25,6 +25,7 @@ from torchfmri._scan.run.model_call import (
     refuse_unknown_ids,
     takes,
 )
+from torchfmri._scan.run.probe import longest_sequence
 from torchfmri._scan.run.prompt import encode
 from torchfmri._scan.run.refusals import refuse_two_stacks, refuse_without_tokens
 from torchfmri._scan.run.scan_options import ScanOptions

@@ -1,4 +1,9 @@
-"""Loading a scan from its folder."""
+"""Load a scan from its folder: `torchfmri.load`.
+
+The folder may be damaged, half written or made by an enemy: it is only read, nothing in it is run,
+and what is wrong is either a `FileFormatError` or a line in `Scan.problems`. Which files there are
+is the business of `store`; this file only finds the folder and puts a `Scan` together.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ _SHOWN = 5
 
 
 def load(path: str | PathLike[str]) -> Scan:
-    """The scan in a folder, without reading its sequences: they are mapped when asked for.
+    """Return the scan in a folder, without reading its sequences: they are mapped when asked for.
 
     A scan that is being written can be loaded: it has the sequences committed so far, and
     `Scan.refresh` adds those committed since. Files that are damaged are named in `Scan.problems`

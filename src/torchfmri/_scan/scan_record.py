@@ -1,4 +1,10 @@
-"""A scan: tokens x voxels, in memory or on disk; the one record that leaves the model behind."""
+"""The `Scan` that users hold: all sequences of a scan, in memory or on disk, without the model.
+
+`run` and `loading` make one. Most methods choose a sequence, hand it to the file that does the work
+(`pictures`, `prompts`, `store`), and warn of files that could not be read; their documentation
+stands here because users look for it here. Signatures are public. A method that reads a stored scan
+must pass over damaged sequences and name them, not fail: the rest may have taken days.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +45,7 @@ from torchfmri._scan.record.reading import (
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
-from torchfmri._scan.store.stored_sequences import StoredSequences
+from torchfmri._scan.store.stored_sequences import SequencesInMemory, StoredSequences
 from torchfmri._scan.store.tables import to_dataframe
 from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural, printable, shorten
@@ -58,7 +64,7 @@ Pattern = str | Sequence[str]
 
 
 class Scan(PictureMethods):
-    """What a model did while it read and wrote, token by token; see `scan` and `load`.
+    """The record of a model that read and wrote, token by token; see `scan` and `load`.
 
     It is a sequence of `ScannedSequence`s. Column t of everything is token t: its surprisal is
     -log p(token t | those before it). delta_sc, z(activation) - z(gradient norm), is computed when
@@ -97,7 +103,10 @@ class Scan(PictureMethods):
         problems: Sequence[str] = (),
     ) -> None:
         self.anatomy, self.meta = anatomy, meta
-        self._sequences, self._problems = sequences, tuple(problems)
+        self._sequences = (
+            sequences if isinstance(sequences, StoredSequences) else SequencesInMemory(sequences)
+        )
+        self._problems = tuple(problems)
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -121,15 +130,12 @@ class Scan(PictureMethods):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the sequences; those of a stored scan are known without reading it."""
-        if isinstance(self._sequences, StoredSequences):
-            return tuple(entry.name for entry in self._sequences.entries)
-        return tuple(sequence.name for sequence in self._sequences)
+        return self._sequences.names
 
     @property
     def folder(self) -> Path | None:
-        """Where the scan is stored; None for one in memory."""
-        stored = isinstance(self._sequences, StoredSequences)
-        return self._sequences.folder if stored else None  # type: ignore[attr-defined]
+        """The folder of a stored scan; None for a scan in memory."""
+        return self._sequences.folder
 
     @property
     def only(self) -> ScannedSequence:
@@ -161,21 +167,21 @@ class Scan(PictureMethods):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What can be read and drawn per layer, of the first sequence."""
+        """The metrics that can be read and drawn per layer, of the first sequence."""
         return self._reading(0).metrics if len(self) else ()
 
     def values(
         self, metric: str = "activation", by: str = "layer", pattern: Pattern = "*",
         *, sequence: int | None = None,
     ) -> Values:  # fmt: skip
-        """The values of a metric, token by token, with the names of their columns.
+        """Return the values of a metric, token by token, with the names of their columns.
 
         Args:
             metric: "activation" (root mean square), "gradient" (norm of dL/d output),
                 "learning_cost" (norm of the gradient of the layer's own parameters) or "delta_sc".
             by: "layer", or "voxel" for the parts of the layers that match.
             pattern: A pattern for layers, or several.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
 
         Returns:
             names: One per column.
@@ -190,7 +196,7 @@ class Scan(PictureMethods):
     def delta_sc(
         self, by: str = "layer", pattern: Pattern = "*", *, sequence: int | None = None
     ) -> Values:
-        """z(activation) - z(gradient norm): where a model is loud without need, or the reverse.
+        """Return z(activation) - z(gradient norm): is a layer loud without need, or the reverse?
 
         By voxel it is a contrast within a layer, z over the layer's voxels. By layer it compares
         layers of one kind (`layers.*.mlp`), z of log10 values over them. nan where the standard
@@ -199,12 +205,12 @@ class Scan(PictureMethods):
         Args:
             by: "layer" or "voxel".
             pattern: A pattern for layers, or several. What is compared does not depend on it.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
         """
         return self.values("delta_sc", by, pattern, sequence=sequence)
 
     def statistics(self, layer: str, *, sequence: int | None = None) -> dict[str, dict[str, float]]:
-        """What was watched -> count, mean, std, min, max, nan, inf and zero of a layer's values.
+        """Return, by what was watched, count, mean, std, min, max, nan, inf and zero of a layer.
 
         Args:
             layer: Its name.
@@ -223,7 +229,8 @@ class Scan(PictureMethods):
         if not hasattr(sequence, "__index__") or not -len(self) <= sequence < len(self):
             number = plural(len(self), "sequence")
             raise InspectionError(
-                f"There is no sequence {sequence!r}: this scan has {number}, counted from 0."
+                f"There is no sequence {sequence!r}: this scan has {number}, counted from 0. "
+                "scan.names lists them."
             )
         return Reading(self.anatomy, self[sequence], self.meta)
 
@@ -232,14 +239,14 @@ class Scan(PictureMethods):
     def table(
         self, *, sequence: int | None = None, fold: bool | None = None, width: int | None = None
     ) -> str:
-        """One line per layer: the median over tokens of each metric.
+        """Return a table with one line per layer: the median over tokens of each metric.
 
         Gradients and learning costs are zero at positions that the loss does not reach in a layer
         (the prompt, in the head): they are summarised over those it does, and `positions` says how
         many these are.
 
         Args:
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             fold: Make one line of the layers whose names differ only in numbers, with a sparkline
                 of their medians over depth (logarithmic); by default from 40 layers on.
             width: In characters; that of the terminal by default.
@@ -256,7 +263,7 @@ class Scan(PictureMethods):
         return summary_grid(reading, title, fold=folded, notes=self._notes(reading.sequence))
 
     def _notes(self, sequence: ScannedSequence) -> list[str]:
-        """What was not measured or not read, padding, and checks that failed."""
+        """Return the notes of a table: what was not measured or read, padding, failed checks."""
         missed = self.meta.get("missed") or {}
         if not isinstance(missed, Mapping):  # whoever wrote it: a file may say anything
             missed = {"what is not known": f"`missed` is {repr(missed)[:100]}, not names by layer"}
@@ -276,7 +283,7 @@ class Scan(PictureMethods):
         return [*notes, *(f"not read: {problem}" for problem in self.problems)]
 
     def _first(self) -> ScannedSequence | None:
-        """The first sequence; None where there is none, or it cannot be read (see `problems`)."""
+        """Return the first sequence; None if there is none, or it cannot be read."""
         try:
             return self[0] if len(self) else None
         except FileFormatError:
@@ -332,7 +339,7 @@ class Scan(PictureMethods):
         seed: int = 0,
         labels: object = None,
     ) -> Contrast:
-        """What differs between conditions, with a test over prompts; see docs/contrast.md.
+        """Return the difference between conditions, with a test over prompts; see docs/contrast.md.
 
         Args:
             a: A condition, with `b` the one to compare it with; or a whole contrast: "a - b",
@@ -349,8 +356,8 @@ class Scan(PictureMethods):
             height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None.
             two_sided: Whether the other direction counts.
             test: Where p comes from: "t", or "permutation".
-            permutations: How many relabellings; by default 1,000 where they are needed.
-            seed: Of the relabellings.
+            permutations: How many relabellings; by default 1,000 if they are needed.
+            seed: The seed of the relabellings.
             labels: Texts for features: {feature: text}, a list, or {place: one of these}.
 
         Raises:
@@ -388,7 +395,7 @@ class Scan(PictureMethods):
         layers: Pattern = "*",
         tokens: TokenChoice = "all",
     ) -> GLM:
-        """A linear model of the scan, in two levels: tokens within prompts, then prompts.
+        """Fit a linear model of the scan in two levels: tokens within prompts, then prompts.
 
         Args:
             formula: What explains the values, such as "surprisal + position + condition": of tokens
@@ -423,7 +430,7 @@ class Scan(PictureMethods):
         permutations: int = 1_000,
         seed: int = 0,
     ) -> Classification:
-        """Whether a condition can be read from each layer, for prompts that were not trained on.
+        """Return how well a condition can be read from each layer, for prompts not trained on.
 
         A ridge probe on each layer's mean vectors, and beside it one on the rms of its voxels;
         accuracy is cross-validated over prompts and compared with shuffled labels.
@@ -437,7 +444,7 @@ class Scan(PictureMethods):
             tokens: Which tokens count, as for `contrast`.
             folds: Into how many parts the prompts are divided.
             permutations: How many relabellings.
-            seed: Of folds and relabellings.
+            seed: The seed of folds and relabellings.
 
         Raises:
             InspectionError: There are too few prompts, or no values.
@@ -469,7 +476,7 @@ class Scan(PictureMethods):
 
         Args:
             path: Where to.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             layers: A pattern, or several.
         """
         target = check_file("path", path)
@@ -480,7 +487,7 @@ class Scan(PictureMethods):
             new.write_text(whole_page(board, number), encoding="utf-8")
 
     def widget(self, *, height: int = 640) -> Any:
-        """The viewer in a notebook; `widget.state` is what it shows, and can be set.
+        """Return the viewer in a notebook; `widget.state` is what it shows, and can be set.
 
         Its data come through the kernel, so it works wherever the notebook does. Needs the extra
         `notebook`. Where widgets cannot be shown, use `save_html`.
@@ -492,40 +499,34 @@ class Scan(PictureMethods):
         return widget_of(self._board(), height)
 
     def _board(self, columns: Sequence[int] | None = None) -> ScanBoard:
-        """What the viewer shows of this scan: all layers, or those of some columns."""
-        if isinstance(self._sequences, StoredSequences):
-            known = [Entry(e.name, e.tokens, e.condition, e.text) for e in self._sequences.entries]
-            return ScanBoard(self, known, self._sequences.folder, columns)
-        known = [Entry(each.name, len(each), each.condition, each.beginning) for each in self]
-        return ScanBoard(self, known, None, columns)
+        """Return what the viewer shows of this scan: all layers, or those of some columns."""
+        known = [Entry(e.name, e.tokens, e.condition, e.text) for e in self._sequences.entries]
+        return ScanBoard(self, known, self.folder, columns)
 
     # -- on disk ---------------------------------------------------------------------------------
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What could not be read: each damaged file of a stored scan, as far as it is known.
+        """The damaged files of a stored scan, as far as they are known, each with its problem.
 
         Missing and truncated ones are known when the scan is opened, others when they are read.
         """
-        if isinstance(self._sequences, StoredSequences):
-            return (*self._problems, *self._sequences.problems)
-        return self._problems
+        return (*self._problems, *self._sequences.problems)
 
     def refresh(self) -> int:
         """Read the sequences that were added to the stored scan since, and return how many.
 
         They stand at the end. A scan in memory has none to add.
         """
-        return self._sequences.refresh() if isinstance(self._sequences, StoredSequences) else 0
+        return self._sequences.refresh()
 
     def verify(self) -> tuple[str, ...]:
         """Compare every checksum of a stored scan and return all problems; it reads everything."""
-        if isinstance(self._sequences, StoredSequences):
-            self._sequences.verify()
+        self._sequences.verify()
         return self.problems
 
     def digest(self) -> str:
-        """The SHA-256 of a stored scan, to compare with one that you keep elsewhere.
+        """Return the SHA-256 of a stored scan, to compare with one that you keep elsewhere.
 
         The checksums inside a scan guard against accidents; whoever changes it on purpose changes
         them too. It is that of `sha256sum meta.json manifest-*.jsonl segment-*.safetensors`, run
@@ -535,8 +536,6 @@ class Scan(PictureMethods):
             InspectionError: The scan is in memory.
             FileFormatError: A file is missing.
         """
-        if not isinstance(self._sequences, StoredSequences):
-            raise InspectionError("This scan is in memory: save it, and load it from its folder.")
         return self._sequences.digest()
 
     def save(
@@ -562,7 +561,7 @@ class Scan(PictureMethods):
         save(path, self.anatomy, sequences, self.meta, overwrite=overwrite, append=append)
 
     def to_xarray(self) -> xarray.Dataset:
-        """The scan as a labelled Dataset in memory, all tokens of all sequences in a row.
+        """Return the scan as a labelled Dataset in memory, all tokens of all sequences in a row.
 
         Metrics are (token, voxel), and (token, layer) with `layer_` before their names; `sequence`
         and `position` say which token it is. The condition and the fields of the rows are
@@ -577,7 +576,7 @@ class Scan(PictureMethods):
         return dataset
 
     def to_dataframe(self, by: str = "token") -> pandas.DataFrame:
-        """The scan as a long table in memory: conditions and fields of the rows are columns.
+        """Return the scan as a long table in memory: conditions and fields of the rows are columns.
 
         Texts that repeat are categories. A field whose name is that of a column of the scan is
         called `field_` and its name. `head` is -1 for voxels that are not heads. Needs the extra

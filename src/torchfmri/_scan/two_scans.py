@@ -1,9 +1,17 @@
-"""Two scans compared: prompts of one against prompts of the other, or one model against another."""
+"""Compare two scans: prompts of one against those of the other, or two models on the same ones.
+
+`torchfmri.contrast` is `contrast` of this file; `Scan.contrast` compares conditions within a scan.
+With paired=True prompts are matched by name and then by text, and only tokens that stand for the
+same bytes at the same place in both are compared: two models may cut a text differently, and a mean
+over different text would show the text and not the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +23,7 @@ from torchfmri._scan.prompts.question import SIGNED, Question, ValueSource
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.scan_record import Scan
+from torchfmri._scan.store.stored_sequences import LazySequences
 from torchfmri.exceptions import InspectionError
 
 _Place = tuple[Scan, int]
@@ -46,7 +55,7 @@ def contrast(
     seed: int = 0,
     labels: object = None,
 ) -> Contrast:
-    """What differs between the prompts of two scans, or between two models on the same prompts.
+    """Return what differs between the prompts of two scans, or two models on the same prompts.
 
     The unit of replication is the prompt: values are averaged over the chosen tokens of each, and
     the test is over prompts. Layers are aligned by name and voxels by their units; what has no
@@ -54,7 +63,7 @@ def contrast(
 
     Args:
         a: A scan, or several.
-        b: Likewise; its prompts are what those of `a` are compared with.
+        b: A scan, or several, whose prompts those of `a` are compared with.
         names: What to call the two.
         paired: True pairs the prompts by name, the others by text: two models, two checkpoints.
             Only tokens of text that both have are then compared. Or a field of the rows to pair by.
@@ -69,8 +78,8 @@ def contrast(
         height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None for no threshold.
         two_sided: Whether the other direction counts.
         test: Where p comes from: "t", or "permutation".
-        permutations: How many relabellings; by default 1,000 where they are needed.
-        seed: Of the relabellings.
+        permutations: How many relabellings; by default 1,000 if they are needed.
+        seed: The seed of the relabellings.
         labels: Texts for features: {feature: text}, a list, or {place: one of these}.
 
     Returns:
@@ -161,7 +170,7 @@ def _prompt_text(sequence: ScannedSequence) -> str:
 def _matched(
     sides: tuple[list[Scan], list[Scan]], labels: tuple[str, str]
 ) -> tuple[list[ValueSource], list[str]]:
-    """The prompts of both sides, paired by name or text, with the tokens that both have."""
+    """Return the prompts of both sides, paired by name or text, with the tokens that both have."""
     first, second = ([(scan, k) for scan in side for k in range(len(scan))] for side in sides)
     pairs, by_text = _pairs(first, second)
     if not pairs:
@@ -196,13 +205,13 @@ def _matched(
 def _pairs(
     first: Sequence[_Place], second: Sequence[_Place]
 ) -> tuple[list[tuple[_Place, _Place]], int]:
-    """Prompts of the same name, then of the same text, and how many of the latter.
+    """Return pairs of prompts with the same name, then text, and how many match by text.
 
     Of several prompts with one name or text, the first is the partner of the first, and so on.
     """
     partner: dict[int, int] = {}
     by_text = 0
-    for key in (_name_at, _text_at):
+    for key in (lambda at: at[0].names[at[1]], lambda at: _prompt_text(at[0][at[1]])):
         taken = set(partner.values())
         free: dict[str, list[int]] = {}
         for at in range(len(second)) if len(partner) < len(first) else ():
@@ -216,17 +225,7 @@ def _pairs(
     return [(first[at], second[partner[at]]) for at in sorted(partner)], by_text
 
 
-def _name_at(place: _Place) -> str:
-    scan, k = place
-    return scan.names[k]
-
-
-def _text_at(place: _Place) -> str:
-    scan, k = place
-    return _prompt_text(scan[k])
-
-
-class _Partners(Sequence[ScannedSequence]):
+class _Partners(LazySequences):
     """Sequences whose tokens without a partner have no values, so they do not count."""
 
     def __init__(self, places: Sequence[tuple[_Place, _Place, str]]) -> None:
@@ -235,30 +234,18 @@ class _Partners(Sequence[ScannedSequence]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> ScannedSequence: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ScannedSequence]: ...
-    def __getitem__(self, index: int | slice) -> ScannedSequence | list[ScannedSequence]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+    def read(self, index: int) -> ScannedSequence:
+        """Return a sequence; its tables have values for the tokens that the partner has too."""
         (scan, own), (other_scan, other), number = self._places[index]
         sequence, partner = scan[own], other_scan[other]
         shared = shared_tokens(sequence, partner)
-        fields: Mapping[str, Any] = {**sequence.fields, _PARTNER: number}
-        tables: dict[str, Any] = {
-            name: _SharedTables(getattr(sequence, name), shared) for name in _TABLES
-        }
-        return ScannedSequence(
-            **{name: getattr(sequence, name) for name in _KEPT}, **tables, fields=fields
+        return replace(
+            sequence,
+            layers=_SharedTables(sequence.layers, shared),
+            voxels=_SharedTables(sequence.voxels, shared),
+            tensors=_SharedTables(sequence.tensors, shared),
+            fields={**sequence.fields, _PARTNER: number},
         )
-
-    def __iter__(self) -> Iterator[ScannedSequence]:
-        return (self[index] for index in range(len(self)))
-
-
-_TABLES = ("layers", "voxels", "tensors")
-_KEPT = ("name", "tokens", "statistics", "condition", "padding", "checks", "vectors")
 
 
 class _SharedTables(Mapping[str, NDArray[Any]]):
@@ -282,29 +269,12 @@ class _SharedTables(Mapping[str, NDArray[Any]]):
 
 
 def shared_tokens(sequence: ScannedSequence, partner: ScannedSequence) -> NDArray[np.bool_]:
-    """(s,) which tokens stand for the same bytes at the same place as one of the partner's."""
-    spans = [np.cumsum([0, *map(len, each.tokens.spelling)]) for each in (sequence, partner)]
-    other = {
-        (int(first), int(last)): spelling
-        for first, last, spelling in zip(
-            spans[1][:-1], spans[1][1:], partner.tokens.spelling, strict=True
-        )
-    }
-    texts = [b"".join(each.tokens.spelling) for each in (sequence, partner)]
-    same = _common_length(*texts)
-    return np.array(
-        [
-            last <= same and other.get((int(first), int(last))) == spelling
-            for first, last, spelling in zip(
-                spans[0][:-1], spans[0][1:], sequence.tokens.spelling, strict=True
-            )
-        ],
-        bool,
-    ).reshape(-1)
-
-
-def _common_length(first: bytes, second: bytes) -> int:
-    """How many bytes two texts have in common from their beginning."""
-    pairs = zip(first, second, strict=False)
-    differs = (place for place, (x, y) in enumerate(pairs) if x != y)
-    return next(differs, min(len(first), len(second)))
+    """Return (s,) which tokens spell the same bytes at the same place as one of the partner's."""
+    spellings = sequence.tokens.spelling, partner.tokens.spelling
+    # The bytes up to `same` are equal in both texts, so equal spans there spell the same.
+    first, second = (b"".join(each) for each in spellings)
+    differs = (at for at, (x, y) in enumerate(zip(first, second, strict=False)) if x != y)
+    same = next(differs, min(len(first), len(second)))
+    own, others = (list(pairwise(accumulate(map(len, each), initial=0))) for each in spellings)
+    known = set(others)
+    return np.array([span[1] <= same and span in known for span in own], bool)

@@ -1,4 +1,9 @@
-"""Looking at scans and training runs in a browser."""
+"""Show scans, contrasts and training runs in a browser: `torchfmri.view`.
+
+This file finds the `Board` that fits what it is given and starts the server of `_viewer`. The
+command line uses `board_of` and `difference_of` too. A new thing to look at needs a `Board` of its
+own and a line in `board_of`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ def view(
         token: What the address starts with, 16 letters and digits or more; random by default.
         remote: Whether other machines may connect. Nothing is encrypted.
         state: What to show first, such as `view.state` of another time.
-        tokenizer: That of the model, to spell the tokens that a lens names (`scan(lens=True)`);
+        tokenizer: The model's tokenizer, to spell the tokens that a lens names (`scan(lens=True)`);
             without it those that are not in the text are numbers.
 
     Raises:
@@ -67,7 +72,7 @@ def view(
 
 
 def difference_of(first: Board, second: Board) -> Board:
-    """Second - first.
+    """Return the board of the difference `second` - `first`.
 
     Raises:
         InspectionError: They have different columns, such as tokens and steps.
@@ -81,7 +86,7 @@ def difference_of(first: Board, second: Board) -> Board:
 
 
 def board_of(what: Viewed) -> Board:
-    """What the viewer shows of a scan, a contrast, a history, or the path of one of these."""
+    """Return the board of a scan, a contrast, a history, or the path of one of these."""
     if isinstance(what, Scan):
         return what._board()
     if isinstance(what, Contrast):
@@ -96,5 +101,8 @@ def board_of(what: Viewed) -> Board:
     if runs_in(path):
         return RunBoard(path)
     if path.is_dir() and not any(path.iterdir()):
-        raise InspectionError(f"{str(path)!r} is empty: neither a scan nor a run is in it.")
+        raise InspectionError(
+            f"{str(path)!r} is empty: neither a scan nor a run is in it. Give the folder of a scan "
+            "(NAME.fmri), or one that a Monitor writes."
+        )
     return load(path)._board()

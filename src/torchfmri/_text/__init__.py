@@ -1,6 +1,6 @@
 """Tables, labels and words for terminals and notebooks.
 
-`table` and `html_table` show statistics, `grid` shows anything else in columns. `columns` fits
+`table` shows statistics, `grid` shows anything else in columns. `columns` fits
 columns into a terminal, `labels` shortens names, `rows` and `words` write numbers.
 `progress` is the bar on standard error.
 """
@@ -23,6 +23,7 @@ from torchfmri._text.grid import Grid
 from torchfmri._text.labels import display_width, layer_label, shorten, wrap
 from torchfmri._text.progress import Progress
 from torchfmri._text.rows import (
+    Row,
     describe_bad,
     describe_state,
     group_reasons,
@@ -33,7 +34,7 @@ from torchfmri._text.rows import (
     share_text,
     star,
 )
-from torchfmri._text.table import Row, html_table, text_table
+from torchfmri._text.table import html_table, text_table
 from torchfmri._text.words import (
     apart,
     bytes_text,

@@ -1,4 +1,10 @@
-"""Columns of text that fit a terminal: which of them, how wide, in which characters."""
+"""Columns of text that fit a terminal: which of them, how wide, in which characters.
+
+`Grid` and `table` draw with it, and reports use its colours and paragraphs; the head, the rows and
+the style of HTML tables stand here too. The least important columns go first, and those that went
+are named below the table. Whatever may come from a file passes `printable`, or it could move the
+reader's cursor. Colour appears on terminals only, never with NO_COLOR.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +15,42 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import NamedTuple
 
+from torchfmri._arguments import check_number
 from torchfmri._files import printable
 from torchfmri._text.labels import display_width, shorten_apart, wrap
-from torchfmri.exceptions import InspectionError
 
 _WIDTH_OFF_TERMINAL = 120
 _NARROWEST_NAME = 24
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 RED, BOLD, DIM, PLAIN = "\x1b[1;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+MAX_CHARACTERS = 190_000
+"""How long the HTML of a table may be: below 200 kB, so that a notebook with many stays small."""
 _COLOURS = re.compile(f"({'|'.join(map(re.escape, (RED, BOLD, DIM, PLAIN)))})")
+
+# Colours come from the page (currentColor), so that light and dark themes both work.
+STYLE = """<style>
+.torchfmri{font:13px/1.45 system-ui,sans-serif;color:inherit}
+.torchfmri table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;
+margin:4px 0 8px}
+.torchfmri th,.torchfmri td{padding:2px 10px 2px 0;text-align:right;border:0;white-space:nowrap;
+background:none;color:inherit}
+.torchfmri tr{background:none}
+.torchfmri thead th{border-bottom:1px solid;font-weight:600}
+.torchfmri tbody th,.torchfmri .t{text-align:left}
+.torchfmri tbody th,.torchfmri td{font-weight:400}
+.torchfmri tbody th{font-family:ui-monospace,monospace}
+.torchfmri tr.bad{box-shadow:inset 3px 0 #d1495b}
+.torchfmri tr.bad th{font-weight:700;padding-left:7px}
+.torchfmri b{color:#d1495b}
+.torchfmri caption{text-align:left;font-weight:600}
+.torchfmri summary{cursor:pointer;font-weight:600}
+.torchfmri svg{display:block}
+.torchfmri .w{overflow-x:auto}
+.torchfmri code{background:none;color:inherit;padding:0}
+</style>"""
 
 
 class Style(NamedTuple):
@@ -40,12 +71,16 @@ class Style(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One column: its cells by line; the higher `importance`, the longer it stays."""
+    """One column: its cells by line; the higher `importance`, the longer it stays.
+
+    Notebooks show `markup`, which is HTML already, instead of the cells if it is given.
+    """
 
     title: str
     cells: list[str]
-    importance: int
+    importance: int = 0
     right: bool = True
+    markup: Sequence[str] | None = None
 
     @cached_property  # every cell is padded to it
     def width(self) -> int:
@@ -67,7 +102,7 @@ class FittedTable:
         names: All that may stand in the first column.
         columns: Their cells are in the order of the lines.
         width: The width of the terminal in characters.
-        style: What the terminal can show.
+        style: Characters and colours that the terminal can show.
 
     Attributes:
         dropped: The titles of the columns that do not fit, the least important first.
@@ -85,7 +120,7 @@ class FittedTable:
             self.dropped.append(least.title)
         self._room = min(wanted, max(width - sum(each.width + 2 for each in self._columns), 8))
         self._labels = shorten_apart(names, self._room, style.ellipsis)
-        self._style = style
+        self._width, self._style = width, style
 
     def heading(self, name: str) -> str:
         """Return the line of titles, with this above the names."""
@@ -94,6 +129,13 @@ class FittedTable:
     def line(self, index: int, name: str, code: str = "") -> str:
         """Return the line of this number, in a colour if one is given."""
         return self._draw(name, [column.cells[index] for column in self._columns], code)
+
+    def missing_columns(self, *before: str) -> list[str]:
+        """Return lines that name the dropped columns, after other remarks about the table."""
+        remarks = list(before)
+        if self.dropped:
+            remarks.append(f"no room for {', '.join(self.dropped)} in {self._width} columns")
+        return [self._style.paint(part, DIM) for part in wrap("; ".join(remarks), self._width)]
 
     def _draw(self, name: str, cells: Sequence[str], code: str) -> str:
         label = self._labels[name]
@@ -122,11 +164,8 @@ def line_width(wanted: int | None) -> int:
     """
     if wanted is None:
         return shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns or _WIDTH_OFF_TERMINAL
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise InspectionError(
-            f"width={wanted!r}: how many characters a line has, such as 100, or None for the "
-            "width of the terminal."
-        )
+    meaning = "give the characters of a line, such as 100, or None for the width of the terminal"
+    check_number("width", wanted, 1, meaning)
     return wanted
 
 
@@ -143,6 +182,13 @@ def paragraph(text: str, width: int) -> str:
     return "\n".join(wrap(text, width, "  ", "    "))
 
 
+def notes_below(notes: Sequence[str], width: int, style: Style) -> list[str]:
+    """Return the notes below a table with their heading; nothing if there are no notes."""
+    if not notes:
+        return []
+    return ["", style.paint("notes", BOLD), *(paragraph(each, width) for each in notes)]
+
+
 def encodable(text: str) -> str:
     """Return the text with `?` for what standard output cannot encode."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -150,3 +196,26 @@ def encodable(text: str) -> str:
         return text.encode(encoding, "replace").decode(encoding)
     except LookupError:
         return text
+
+
+def html_head(heading: str, columns: Sequence[Column]) -> str:
+    """Return the head of a table: what stands above the names, and the titles of the columns."""
+    first = Column(heading, [], right=False)
+    titles = "".join(
+        f'<th scope="col"{_align(each)}>{escape(each.title)}</th>' for each in (first, *columns)
+    )
+    return f"<thead><tr>{titles}</tr></thead>"
+
+
+def html_row(name: str, columns: Sequence[Column], index: int, bad: bool = False) -> str:
+    """Return one row; `name` is HTML already, and a bad row is marked at its left."""
+    cells = "".join(
+        f"<td{_align(each)}>{each.markup[index] if each.markup else escape(each.cells[index])}</td>"
+        for each in columns
+    )
+    return f'<tr{" class=bad" if bad else ""}><th scope="row">{name}</th>{cells}</tr>'
+
+
+def _align(column: Column) -> str:
+    """Return the attribute that puts a cell at the left; cells are at the right by default."""
+    return "" if column.right else ' class="t"'

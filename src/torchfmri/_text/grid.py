@@ -1,4 +1,9 @@
-"""A table of names and columns, for terminals and for notebooks."""
+"""A table of names and columns, for terminals and for notebooks.
+
+Every result but statistics of layers is shown by it: costs, contrasts, lenses, lesions, scans,
+verification. HTML stays below `MAX_CHARACTERS` and says how many lines were left out; names and
+cells are escaped, `Column.markup` is not.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,17 @@ from html import escape
 from torchfmri._files import printable
 from torchfmri._text.columns import (
     BOLD,
-    DIM,
+    MAX_CHARACTERS,
+    STYLE,
     Column,
     FittedTable,
     encodable,
+    html_head,
+    html_row,
     line_width,
+    notes_below,
     output_style,
-    paragraph,
 )
-from torchfmri._text.html_table import MAX_CHARACTERS, STYLE, align
 from torchfmri._text.labels import wrap
 
 
@@ -26,7 +33,7 @@ class Grid:
     """A table of lines, each with a name and a cell in every column.
 
     Attributes:
-        title: What it is about, in a sentence.
+        title: The subject of the table, in a sentence.
         heading: The heading above the names.
         names: One per line.
         columns: Their cells by line.
@@ -51,31 +58,24 @@ class Grid:
         lines = [*wrap(self.title, width), "", table.heading(heading)]
         for index, name in enumerate(names):
             lines.append(table.line(index, name, BOLD if index in self.emphasised else ""))
-        if table.dropped:
-            text = f"no room for {', '.join(table.dropped)} in {width} columns"
-            lines += [style.paint(part, DIM) for part in wrap(text, width)]
-        if self.notes:
-            lines += ["", style.paint("notes", BOLD)]
-            lines += [paragraph(note, width) for note in self.notes]
+        lines += [*table.missing_columns(), *notes_below(self.notes, width, style)]
         return encodable("\n".join(lines))
 
     def html(self) -> str:
         """Return the table for a notebook: self-contained, escaped, no scripts, below 200 kB."""
-        head = "".join(
-            f'<th scope="col"{align(column.right)}>{escape(column.title)}</th>'
-            for column in self.columns
-        )
-        head = f'<th scope="col" class="t">{escape(self.heading)}</th>{head}'
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
         before = (
             f'{STYLE}<div class="torchfmri"><p><strong>{escape(self.title)}</strong></p>'
-            f'<div class="w"><table><thead><tr>{head}</tr></thead><tbody>'
+            f'<div class="w"><table>{html_head(self.heading, self.columns)}<tbody>'
         )
         after = f"</tbody></table></div>{f'<ul>{notes}</ul>' if notes else ''}"
         room = MAX_CHARACTERS - len((before + after).encode())
         rows: list[str] = []
         for index in range(len(self.names)):
-            row = self._html_row(index)
+            name = escape(self.names[index])
+            if index in self.emphasised:
+                name = f"<strong>{name}</strong>"
+            row = html_row(name, self.columns, index)
             room -= len(row.encode())
             if room < 0:
                 left_out = len(self.names) - index
@@ -83,13 +83,3 @@ class Grid:
                 break
             rows.append(row)
         return f"{before}{''.join(rows)}{after}</div>"
-
-    def _html_row(self, index: int) -> str:
-        name = escape(self.names[index])
-        if index in self.emphasised:
-            name = f"<strong>{name}</strong>"
-        cells = "".join(
-            f"<td{align(column.right)}>{escape(column.cells[index])}</td>"
-            for column in self.columns
-        )
-        return f'<tr><th scope="row">{name}</th>{cells}</tr>'

@@ -1,5 +1,9 @@
 """Layer names made to fit: into a column of a table, under an axis.
 
+Tables, progress bars and figures shorten names here. How a name is shortened may change freely,
+except that two names must not look alike (`shorten_apart`). A name may come from somebody's file
+and be as long as that: no loop may look at all of it again and again.
+
 Widths are counted with `unicodedata` and not with wcwidth or rich: the core depends on torch and
 numpy alone, and names need no more than wide and combining characters.
 """
@@ -99,7 +103,7 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
 
 
 def _take(text: str, columns: int) -> str:
-    """Return as much of the beginning of a text as fits into so many columns."""
+    """Return as much of the beginning of a text as fits into `columns` columns."""
     used = 0
     for index, character in enumerate(text):
         used += _character_width(character)

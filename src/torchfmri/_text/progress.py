@@ -1,7 +1,9 @@
 """A progress bar on standard error, where somebody is looking.
 
-It is not tqdm's because the core depends on torch and numpy alone, and `verify` runs there too. In
-a notebook the bar is shown as well; a log file gets a line now and then instead.
+Scans, lesions, verification and long experiments show one. It writes to standard error, because
+standard output belongs to results (`--json`). It is not tqdm's because the core depends on torch
+and numpy alone, and `verify` runs there too. In a notebook the bar is shown as well; a log file
+gets a line now and then instead.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Progress:
         self._show("")
 
     def at(self, done: int, total: int, name: str) -> None:
-        """Begin the step called `name`, with so many done of so many."""
+        """Begin the step called `name`, when `done` of `total` steps are done."""
         self._done, self._total = done, total
         self.step(name)
 
@@ -78,7 +80,7 @@ def _in_notebook() -> bool:
 
 
 def _duration(seconds: float) -> str:
-    """`48 s`, `12 min`, `3 h 20 min`."""
+    """Return a time in words: `48 s`, `12 min`, `3 h 20 min`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,9 @@
-"""Rows of statistics, and the lines of text that tables make of them."""
+"""Rows of statistics, and the lines of text that tables make of them.
+
+`table` draws the lines; figures and reports take numbers and words from here. Layers whose names
+differ only in numbers fold into one line, but never one with NaN, Inf or a single value: a reader
+has to find it. Statistics of a folded line are merged, which is exact.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchfmri._text.columns import Column
 from torchfmri._text.labels import layer_label
 from torchfmri.statistics import Statistics, merge_statistics
 
@@ -188,6 +194,31 @@ def shape_text(line: TableLine) -> str:
     if layers > 1:
         return f"{text}, {layers} layers"
     return f"{text}, {line.calls} calls" if line.calls > 1 else text
+
+
+def statistics_columns(lines: Sequence[TableLine]) -> list[Column]:
+    """Return the columns that terminals and notebooks both show: shape, moments, NaN, zeros."""
+    statistics = [line.statistics for line in lines]
+    folded = any(len(line.scales) > 1 for line in lines)
+    moments = {"mean": 8, "std": 10, "min": 5, "max": 6}
+    zeros = [share_text(each.zero, each.count) for each in statistics]
+    bad = [describe_bad(each) or "0" for each in statistics]
+    marked = [each if each == "0" else f"<b>{each}</b>" for each in bad]
+    return [
+        Column("shape", [shape_text(line) for line in lines], 2 if folded else 1),
+        *(
+            Column(name, [number_text(each[name]) for each in statistics], importance)
+            for name, importance in moments.items()
+        ),
+        Column("NaN/Inf", bad, 3 if bad == marked else 11, markup=marked),
+        Column("zero", zeros, 4),
+    ]
+
+
+def first_bad(rows: Sequence[Row]) -> tuple[str, Row] | None:
+    """Return how many rows have NaN or Inf, in words, and the first of them; None without any."""
+    bad = [row for row in rows if row.statistics is not None and describe_bad(row.statistics)]
+    return (f"NaN or Inf in {len(bad)} of {plural(len(rows), 'row')}", bad[0]) if bad else None
 
 
 def number_text(value: float) -> str:

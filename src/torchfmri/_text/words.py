@@ -1,4 +1,9 @@
-"""Numbers, shares, bytes, times and lists of names in words."""
+"""Numbers, shares, bytes, times and lists of names in words.
+
+Reports, findings and tables of all rooms use these, so that a number looks the same everywhere. The
+doctests are the specification. Rounding must not change a verdict: `apart` shows as many digits as
+it takes to tell two numbers apart.
+"""
 
 from __future__ import annotations
 

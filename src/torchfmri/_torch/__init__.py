@@ -10,7 +10,7 @@ and `deferred` fetches numbers from a GPU without waiting for it.
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, nodes_behind, view_geometry
-from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_tensors
+from torchfmri._torch.elements import Element, flatten, flatten_arguments, local_part, map_tensors
 from torchfmri._torch.following import Aside, FollowingMode
 from torchfmri._torch.hooks import Attached, Hook, ReplacingHook, hook_side, hooked
 from torchfmri._torch.private import (
@@ -23,6 +23,7 @@ from torchfmri._torch.private import (
     checkpointed_function,
     compile_cuda,
     compiled_graphs,
+    compiled_parts,
     copy_into,
     current_backward,
     current_node,
@@ -48,6 +49,7 @@ from torchfmri._torch.private import (
     scaler_went_on,
     sequence_number,
     set_to_zero,
+    stream_of,
     uncompiled,
     uncompiled_call,
     users_of_memory,

@@ -1,13 +1,19 @@
-"""Numbers for backward passes, so that no gradient is counted into the wrong one."""
+"""Numbers for backward passes, so that no gradient is counted into the wrong one.
+
+Every gradient hook of `_capture.taps` asks `Backwards.current()`; token gradients ask
+`runs_checkpoint` and `runs_grad`. A reentrant checkpoint runs a backward pass inside another, under
+a number of its own: it must count as the outer one, or its parameters seem to get two gradients.
+Autograd tells nobody when a backward pass fails, so one that is no longer on the Python stack is
+taken for over; the comparison of depths in `current` does this. An exception that leaves `_close`
+would end the user's backward pass.
+"""
 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +23,7 @@ from torchfmri._torch.private import (
     NO_BACKWARD,
     at_end_of_backward,
     current_backward,
+    frames,
     saved_tensor_hooks,
 )
 
@@ -99,12 +106,12 @@ def runs_checkpoint() -> bool:
     """Whether the code that is running stands inside an activation checkpoint, and gradients on."""
     if saved_tensor_hooks(False) is None:
         return False
-    return any(frame.f_code in _CHECKPOINTS for frame in _frames())
+    return any(frame.f_code in _CHECKPOINTS for frame in frames())
 
 
 def runs_grad() -> bool:
     """Whether the backward pass of this thread is torch.autograd.grad, which fills no `.grad`."""
-    found = (frame.f_code for frame in _frames() if frame.f_code in _BACKWARD)
+    found = (frame.f_code for frame in frames() if frame.f_code in _BACKWARD)
     return next(found, None) is torch.autograd.grad.__code__
 
 
@@ -113,22 +120,14 @@ _CHECKPOINT = checkpoint.CheckpointFunction.forward.__code__
 _CHECKPOINTS = frozenset({inspect.unwrap(checkpoint.checkpoint).__code__})
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yield the functions that are running in this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _depth() -> int:
     """Return how many backward passes the Python code of this thread is in."""
-    return sum(frame.f_code in _BACKWARD for frame in _frames())
+    return sum(frame.f_code in _BACKWARD for frame in frames())
 
 
 def _runs_checkpoint() -> bool:
     """Whether a reentrant checkpoint runs its first pass, for gradients that will be wanted."""
     return any(
         frame.f_code is _CHECKPOINT and any(frame.f_locals["ctx"].needs_input_grad)
-        for frame in _frames()
+        for frame in frames()
     )

@@ -1,4 +1,10 @@
-"""Numbers that are still being computed on an accelerator, fetched without waiting for it."""
+"""Numbers that are still being computed on an accelerator, fetched without waiting for it.
+
+The Monitor, token gradients and the guard that only reports read through it. The values are copied
+on the device before the constructor returns, because the next step writes into the same tensors
+again. `ready` asks and never waits; `read` waits. The memory on the host is pinned: without it, a
+copy from CUDA waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +54,7 @@ class Deferred:
 
 
 def _start_copy(tensors: list[Tensor], places: list[int]) -> _Copy:
+    """Begin to copy the values of tensors of one device to the host, all in one piece."""
     device = tensors[0].device
     # Some accelerators have no float64.
     wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32

@@ -1,4 +1,11 @@
-"""Where an input enters the autograd graph, and which nodes of one call read it there."""
+"""Where an input enters the autograd graph, and which nodes of one call read it there.
+
+Taps use it for dL/d input through one call; `nodes_behind` is the one walk over a graph, for
+everybody. Two traps of autograd are handled here. Writing into a view replaces the view's node, so
+the node of its base is kept too. And a tensor may have been read before the call: sequence numbers,
+which count the nodes of a thread, tell earlier readers apart. A `ViewGeometry` outlives the call
+and must hold neither the view nor its base, or activations stay in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The tensors inside whatever a module takes or returns, in order, each with its path.
 
+All rooms call `flatten`. Its order and its paths are a contract: captured elements are named by
+them, and saved inspections and incidents hold them. A new kind of container is added in
+`_children`.
+
 Not by `torch.utils._pytree`: to it every container that nobody registered is a leaf (dataclasses,
 BatchEncoding and other mappings), and a container that holds itself ends it with a RecursionError.
 """
@@ -19,6 +23,13 @@ class Element(NamedTuple):
 
     path: str
     tensor: Tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, which may be sharded, without its graph."""
+    detached = tensor.detach()
+    local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
+    return local
 
 
 def flatten(value: object, prefix: str = "") -> list[Element]:

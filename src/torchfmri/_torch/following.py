@@ -1,8 +1,10 @@
 """Modes that follow the operations of a pass, and operations of our own that are no part of it.
 
-Hooks of ours run inside the user's pass, and so inside a mode that follows it. What they compute
-is not the model's: a mode that took it for that would see the model read values, or take another
-way, wherever somebody watches.
+Token gradients subclass `FollowingMode`; `Hook` and the fast hook of taps enter `Aside`. Hooks of
+ours run inside the user's pass, and so inside a mode that follows it. What they compute is not the
+model's: a mode that took it for the model's would report that the model reads values or branches,
+wherever somebody watches. The list of modes belongs to a thread, as torch's own does. `Aside` is
+entered at every call of a watched layer, so it stays this small.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _entered = _Entered()
 
 
 class FollowingMode(DispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that is told of each operation of the pass that runs inside of it, and of no other."""
+    """A mode whose `run` gets each operation of the pass inside it, and none of our own."""
 
     supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
 

@@ -1,4 +1,11 @@
-"""The object that is registered as a hook, and putting hooks on for the time of a block."""
+"""The object that is registered as a hook, and putting hooks on for the time of a block.
+
+All rooms register a `Hook`, by `hooked` around a block or as a class that is `Attached`. Three
+things must stay. A `Hook` returns None, because what a hook returns replaces the model's own
+output. It holds its module weakly and does nothing on another one, because deepcopy and torch.save
+take hooks along. And its `__module__` stands in files that users saved while hooks were on:
+`torchfmri._hooks` is the address where older and newer versions look for it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ class Hook:
     Args:
         act: What to do.
         owner: The module it belongs to; on another one (a copy) it does nothing.
-        failed: Told of an exception in `act`, which would otherwise end the user's pass.
+        failed: Called with an exception of `act`, which would otherwise end the user's pass.
     """
 
     __module__ = "torchfmri._hooks"  # in saved files, which outlive the file where this stands
@@ -55,10 +62,7 @@ class Hook:
                 raise
             self._failed(error)
 
-    def __deepcopy__(self, memo: object) -> Hook:
-        return Hook(None)
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
+    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:  # what deepcopy asks, too
         return (Hook, (None,))
 
 
@@ -80,9 +84,6 @@ class ReplacingHook(Hook):
             return None
         return self._act(*arguments)
 
-    def __deepcopy__(self, memo: object) -> ReplacingHook:
-        return ReplacingHook(None)
-
     def __reduce__(self) -> tuple[type[ReplacingHook], tuple[None]]:
         return (ReplacingHook, (None,))
 
@@ -93,8 +94,8 @@ Own = TypeVar("Own", bound="Attached")
 class Attached:
     """A context manager whose `_attach` puts things on, each with what takes it off again.
 
-    What is on already is taken off where a later thing fails, and at the end of the block in
-    reverse order, however the block ends.
+    If putting on a later thing fails, the earlier ones are taken off. At the end of the block all
+    are, in reverse order, however the block ends.
     """
 
     _stack: ExitStack | None = None
@@ -133,8 +134,8 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Register hooks for the time of a block.
 
     Args:
-        handles: What registering each hook returns. Give a generator: then a hook that cannot be
-            registered takes off those before it, too.
+        handles: The handle that registering each hook returns. Give a generator: then a hook that
+            cannot be registered takes off those before it, too.
     """
     with ExitStack() as stack:
         for handle in handles:

@@ -1,7 +1,11 @@
 """Every private PyTorch symbol that torchfmri uses, each with what happens without it.
 
 Nothing else in the package touches a name of torch that begins with an underscore, apart from
-`Tensor._version`, `Tensor._base` and `Tensor._is_view`, which PyTorch documents.
+`Tensor._version`, `Tensor._base` and `Tensor._is_view`, which PyTorch documents; a test looks. To
+use another one, add it here with its fallback and test both in tests/_torch/test_torch_private.py.
+A fallback may be slower or know less, but must not give a wrong number. `HookSet` and `OutputHooks`
+write into torch's tables of hooks by themselves: making a handle for each hook takes several times
+as long as the rest.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -89,6 +94,14 @@ class _TensorHooks(dict[int, Any]):
     __slots__ = ("__weakref__",)
 
 
+def frames() -> Iterator[FrameType]:
+    """Yield the functions that are running in this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def operator_schema(func: object) -> Any:
     """Return the schema of an operator of `torch.ops`; None for other functions.
 
@@ -130,39 +143,36 @@ class HookSet:
         self, modules: Iterable[nn.Module], hook: Callable[..., None], first: bool = False
     ) -> None:
         """Have `hook(module, arguments, keywords)` called before the others, or after them."""
-        number, tables = self._number, self._tables
+        entries = {"_forward_pre_hooks": hook, "_forward_pre_hooks_with_kwargs": True}
         for module in modules:
-            state = vars(module)
-            hooks = state.get("_forward_pre_hooks")
-            keywords = state.get("_forward_pre_hooks_with_kwargs")
-            if hooks is None or keywords is None:
+            if not self._enter(module, entries):
                 add = module.register_forward_pre_hook
                 self._handles.append(add(hook, prepend=first, with_kwargs=True))
-                continue
-            tables += (hooks, keywords)
-            hooks[number], keywords[number] = hook, True
-            if first:
-                hooks.move_to_end(number, last=False)
+            elif first:
+                hooks: Any = module._forward_pre_hooks
+                hooks.move_to_end(self._number, last=False)
 
     def after(
         self, modules: Iterable[nn.Module], hook: Callable[..., None], always: bool = False
     ) -> None:
         """Have `hook(module, arguments, keywords, output)` called; always: after an error too."""
-        number, tables = self._number, self._tables
+        entries: dict[str, Any] = {"_forward_hooks": hook, "_forward_hooks_with_kwargs": True}
+        if always:
+            entries["_forward_hooks_always_called"] = True
         for module in modules:
-            state = vars(module)
-            hooks = state.get("_forward_hooks")
-            keywords = state.get("_forward_hooks_with_kwargs")
-            called = state.get("_forward_hooks_always_called")
-            if hooks is None or keywords is None or called is None:
+            if not self._enter(module, entries):
                 add = module.register_forward_hook
                 self._handles.append(add(hook, with_kwargs=True, always_call=always))
-                continue
-            tables += (hooks, keywords)
-            hooks[number], keywords[number] = hook, True
-            if always:
-                tables.append(called)
-                called[number] = True
+
+    def _enter(self, module: nn.Module, entries: Mapping[str, Any]) -> bool:
+        """Put entries into the hook tables of a module; False if it has no such tables."""
+        tables: list[Any] = [vars(module).get(name) for name in entries]
+        if any(each is None for each in tables):
+            return False
+        for table, entry in zip(tables, entries.values(), strict=True):
+            table[self._number] = entry
+        self._tables += tables
+        return True
 
     def gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Have `hook(gradient)` called when a gradient comes to a parameter."""
@@ -200,9 +210,9 @@ class OutputHooks:
     there is a handle for each.
 
     Args:
-        arrived: Told of a call and the gradient of what it returned; None where autograd knows that
+        arrived: Called with a call and the gradient of its output; None if autograd knows that
             it is zero.
-        lost: Told that a gradient has come, and not whose: compiled autograd runs no nodes.
+        lost: Called for a gradient of unknown origin: compiled autograd runs no nodes.
     """
 
     def __init__(
@@ -268,6 +278,7 @@ def _look_up(
     calls: dict[int, Any],
     gradient: Tensor | None,
 ) -> None:
+    """Hand a gradient to `arrived` with the call whose output the running node made."""
     node = _NODE()
     if node is None:
         lost()
@@ -312,12 +323,8 @@ def calls_itself(module: nn.Module) -> bool:
     Without the symbol: False, and the earlier call counts as one that an interrupt has ended.
     """
     code = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
-    frame: FrameType | None = sys._getframe()
-    calls = 0
-    while frame is not None:
-        calls += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1
+    calls = [each for each in frames() if each.f_code is code]
+    return sum(each.f_locals.get("self") is module for each in calls) > 1
 
 
 def has_post_accumulate_hooks(tensor: Tensor) -> bool:
@@ -357,40 +364,32 @@ def scaler_went_on(scaler: Any, version: int) -> bool:
     return "STEPPED" in stages
 
 
+def _foreach(name: str, act: Callable[..., Tensor], *lists: list[Tensor]) -> list[Tensor]:
+    """Do an operation to each tensor, in few launches where torch has it for lists of tensors."""
+    together = getattr(torch, name, None)
+    if together is None or not lists[0]:  # torch refuses empty lists
+        return [act(*each) for each in zip(*lists, strict=True)]
+    return list(together(*lists) or ())
+
+
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the Euclidean norm of each tensor, in few launches where torch has foreach."""
-    foreach = getattr(torch, "_foreach_norm", None)
-    if foreach is None or not tensors:
-        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    return list(foreach(tensors))
+    """Return the Euclidean norm of each tensor."""
+    return _foreach("_foreach_norm", torch.linalg.vector_norm, tensors)
 
 
 def differences(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Return tensor - other for each pair, in few launches where torch has foreach."""
-    subtract = getattr(torch, "_foreach_sub", None)
-    if subtract is None or not tensors:
-        return [one - other for one, other in zip(tensors, others, strict=True)]
-    return list(subtract(tensors, others))
+    """Return tensor - other for each pair."""
+    return _foreach("_foreach_sub", torch.sub, tensors, others)
 
 
 def copy_into(copies: list[Tensor], tensors: list[Tensor]) -> None:
-    """Write each tensor into its copy, in few launches where torch has foreach operations."""
-    copy = getattr(torch, "_foreach_copy_", None)
-    if copy is not None and copies:
-        copy(copies, tensors)
-        return
-    for one, other in zip(copies, tensors, strict=True):
-        one.copy_(other)
+    """Write each tensor into its copy."""
+    _foreach("_foreach_copy_", Tensor.copy_, copies, tensors)
 
 
 def set_to_zero(tensors: list[Tensor]) -> None:
-    """Fill each tensor with zeros, in few launches where torch has foreach operations."""
-    zero = getattr(torch, "_foreach_zero_", None)
-    if zero is not None and tensors:
-        zero(tensors)
-        return
-    for each in tensors:
-        each.zero_()
+    """Fill each tensor with zeros."""
+    _foreach("_foreach_zero_", Tensor.zero_, tensors)
 
 
 def infers_shapes() -> bool:
@@ -400,12 +399,7 @@ def infers_shapes() -> bool:
     """
     stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
     runs = getattr(getattr(stages, "PipelineStage", None), "_forward_metadata_inference", None)
-    if runs is None:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not runs.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return runs is not None and any(each.f_code is runs.__code__ for each in frames())
 
 
 def users_of_memory(tensor: Tensor) -> int:
@@ -440,7 +434,8 @@ def saved_tensor_errors(node: Any) -> dict[str, str]:
         errors[short] = ""
         try:
             raw = getattr(node, raw_name)
-            packed = [getattr(each, "unpack_hook", raw) for each in _as_list(raw)]
+            saved = raw if isinstance(raw, (list, tuple)) else [raw]
+            packed = [getattr(each, "unpack_hook", raw) for each in saved]
             if all(hook is None for hook in packed):
                 getattr(node, name if hasattr(type(node), name) else f"_{name}")
         except RuntimeError as error:  # this is the answer: modified in place, or freed
@@ -479,7 +474,7 @@ def is_compiled_in_place(module: Any) -> bool:
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
-    """What the calls of a module would run, with its hooks, had `module.compile()` not been called.
+    """Return what a module's calls run, hooks included, if `module.compile()` was never called.
 
     Without the symbol: the module itself.
     """
@@ -508,19 +503,19 @@ def checkpointed_function(frame: Any) -> Any:
 
     Without the symbols it is not known.
     """
-    again = getattr(frame, "recompute_fn", None)
-    names = getattr(getattr(again, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(again, "__closure__", None) or (), strict=False):
-        if name in ("fn", "function"):
+    return _closed_over(getattr(frame, "recompute_fn", None), "fn", "function")
+
+
+def _closed_over(function: Any, *names: str) -> Any:
+    """Return what the closure of a function holds under one of these names, or None."""
+    known = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(known, getattr(function, "__closure__", None) or (), strict=False):
+        if name in names:
             try:
                 return cell.cell_contents
             except ValueError:  # the cell was emptied
                 return None
     return None
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 # Every operation passes through a mode of this kind. There is no other way to see them all; it has
@@ -543,6 +538,19 @@ def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
             return
 
 
+def stream_of(device: torch.device) -> int:
+    """Return the number of the CUDA stream that is current on a device; 0 on other devices.
+
+    torch's own function returns an object, which takes ten times as long to make.
+    """
+    if device.type != "cuda":
+        return 0
+    number = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if number is None or device.index is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(number(device.index))
+
+
 def compiled_graphs() -> int | None:
     """Return how many graphs this process has compiled; None if torch does not count."""
     counters = getattr(getattr(torch._dynamo, "utils", None), "counters", None)
@@ -556,7 +564,7 @@ def is_compiler_error(error: BaseException) -> bool:
 
 
 class CompiledForward:
-    """Where a compiled module keeps what its calls run, so that something else can stand there.
+    """The place where a compiled module keeps what its calls run, to put something else there.
 
     Args:
         module: Compiled by `torch.compile(module)`, by `module.compile()`, or by
@@ -574,8 +582,18 @@ class CompiledForward:
         self._key = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
         self.call: Any = state.get(self._key)
         context = state.get("dynamo_ctx") or _context_of(self.call)
-        self._compile = context if callable(context) and callable(self.call) else None
+        compiles = callable(context) and callable(getattr(context, "callback", None))
+        self._compile = context if compiles and callable(self.call) else None
         self.known = self._compile is not None
+
+    @property
+    def inner(self) -> nn.Module:
+        """The module that was compiled: inside a wrapper of `torch.compile`, or the module itself.
+
+        `uncompiled_call` of it runs it eagerly while something else is `replaced`.
+        """
+        found: nn.Module = getattr(self.module, "_orig_mod", self.module)
+        return found
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function with the settings that the module was compiled with."""
@@ -595,11 +613,18 @@ class CompiledForward:
     def replaced(self, call: Callable[..., Any]) -> Iterator[None]:
         """Have whole calls of the module run `call`, which finds its forward as it was written.
 
-        `module._call_impl` is the uncompiled call then, with the hooks on the module.
+        `module._call_impl` is the uncompiled call then, with the hooks on the module. A forward
+        that somebody else put on the module (accelerate does) stays where it is.
         """
         state, keys = vars(self.module), ("_compiled_call_impl", "forward")
-        before = {key: state.pop(key) for key in keys if key in state}
+        before = {key: state[key] for key in keys if key in state}
         try:
+            written = _uncompiled_function(before.get("forward"))
+            if written is not None:
+                del state["forward"]
+                # That of the class needs no entry; what else was compiled has to be put there.
+                if getattr(written, "__func__", written) is not type(self.module).forward:
+                    state["forward"] = written
             state["_compiled_call_impl"] = call
             yield
         finally:
@@ -608,14 +633,32 @@ class CompiledForward:
             state.update(before)
 
 
+def compiled_parts(model: nn.Module) -> list[CompiledForward]:
+    """Return the compiled modules below a model, without those inside another one.
+
+    Without the symbols there are none.
+    """
+    found, inside = [], {id(model)}
+    for module in model.modules():
+        if id(module) in inside:
+            continue
+        compiled = CompiledForward(module)
+        if compiled.known:
+            inside.update(map(id, module.modules()))
+            found.append(compiled)
+    return found
+
+
+def _uncompiled_function(compiled: Any) -> Any:
+    """Return what was compiled to this function or method; None where it is not compiled."""
+    function = getattr(compiled, "_torchdynamo_orig_callable", None)
+    owner = getattr(compiled, "__self__", None)
+    if function is None or owner is None or hasattr(function, "__self__"):
+        return function
+    return types.MethodType(function, owner)
+
+
 def _context_of(compiled: Any) -> Any:
-    """Return the settings in the closure of a compiled function; None of any other."""
-    if not hasattr(compiled, "_torchdynamo_orig_callable"):
-        return None
-    code = getattr(compiled, "__code__", None)
-    for name, cell in zip(
-        getattr(code, "co_freevars", ()), getattr(compiled, "__closure__", None) or (), strict=False
-    ):
-        if name == "self":
-            return cell.cell_contents
-    return None
+    """Return the settings in the closure of a compiled function; None for any other function."""
+    is_compiled = hasattr(compiled, "_torchdynamo_orig_callable")
+    return _closed_over(compiled, "self") if is_compiled else None

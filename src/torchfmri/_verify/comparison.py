@@ -1,4 +1,13 @@
-"""Compare two derivatives: whether they agree, and how they differ if not."""
+"""Two derivatives compared: whether they agree, and how they differ if not.
+
+`judgement` makes the comparisons, `layer_verdict` reads the verdicts. The majority of directions
+decides, so that one unlucky direction does not; every number that a median is taken of is therefore
+free of NaN, which would make the median depend on the order. A difference counts only beyond
+`allowed`, which grows with the error of the numerical derivative: never call a gradient wrong that
+the measurement cannot tell from right. WRONG is decided first: a difference beyond `allowed` is
+proof, however inexact the numerical derivative is. `doubt` only tells RIGHT from UNDECIDED. The
+words of `explain` may be changed freely.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,8 @@ from torchfmri._verify.directional import Slope
 from torchfmri._verify.varied_call import VariedTensor
 
 RIGHT, WRONG, UNDECIDED = "right", "wrong", "undecided"
-_UNDECIDED_BEYOND = 0.05  # a numerical error of more than 5 % of the gradient proves nothing
+# An agreement proves nothing if the numerical error is more than 5 % of the derivative's size.
+_UNDECIDED_BEYOND = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +43,38 @@ class GradientComparison:
 
     @property
     def excess(self) -> float:
-        """The difference as a multiple of what is allowed."""
+        """The difference as a multiple of what is allowed; 0 if it could not be measured."""
         if not math.isfinite(self.analytic):
             return math.inf
+        if not self.is_measured:
+            return 0.0
         return abs(self.analytic - self.slope.value) / self.allowed if self.allowed else 0.0
 
     @property
     def deviation(self) -> float:
-        """The difference relative to the size of the derivative."""
+        """The difference relative to the size of the derivative; 0 if it could not be measured."""
         if not math.isfinite(self.analytic):
             return math.inf
+        if not self.is_measured:
+            return 0.0
         return abs(self.analytic - self.slope.value) / self.scale if self.scale else 0.0
 
     @property
     def doubt(self) -> float:
-        """How inexact the numerical derivative is; one that is as good as zero may be so."""
+        """Relative error of the numerical derivative.
+
+        It is relative to the size of the outputs if the derivative is almost zero, and infinite if
+        the derivative could not be measured.
+        """
+        if not self.is_measured:
+            return math.inf
         size = max(self.scale, 1e-2 * self.size)
         return self.slope.error / size if size else 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the numerical derivative is a number with a finite error."""
+        return math.isfinite(self.slope.value) and math.isfinite(self.slope.error)
 
     @property
     def is_bent(self) -> bool:
@@ -80,7 +105,7 @@ class Judgement:
 
     @property
     def allowed(self) -> float:
-        """The relative deviation that would have been right."""
+        """The largest relative deviation that would still count as right."""
         return median(each.allowed / each.scale if each.scale else 0.0 for each in self.comparisons)
 
     @property
@@ -109,14 +134,11 @@ def explain(judgement: Judgement) -> str:
         if middle < 0:
             return f"{factor} times the derivative: gradient reversal, if that is meant"
         return f"{factor} times the derivative: a wrong factor"
-    return f"off by {_percent(judgement.deviation)} of its size"
+    off = judgement.deviation
+    return f"off by {f'{off:.0%}' if off >= 0.1 else f'{100 * off:.2g} %'} of its size"
 
 
 def _factor(value: float) -> str:
-    """Write a factor with two digits of what makes it differ from 1, such as `1.0001`."""
+    """Write a factor with enough digits to show two digits of its difference from 1."""
     digits = max(4, 2 - math.floor(math.log10(abs(value - 1))))
     return f"{value:.{digits}g}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g} %"

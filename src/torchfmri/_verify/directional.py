@@ -1,10 +1,11 @@
 """Numerical derivatives along a direction, each with an estimate of its error.
 
-A derivative is a central difference. Its error has two parts that pull in opposite directions:
-truncation falls with the step, rounding grows as the step shrinks. Neither is known beforehand (a
-module may compute in float32 internally, whatever its inputs). Differences are therefore taken at
-several steps. The two parts balance where three neighbouring steps agree best, and how well these
-agree is the error.
+`judgement` calls `measure_slope`. A derivative is a central difference. Its error has two parts
+that pull in opposite directions: truncation falls with the step, rounding grows as the step
+shrinks. Neither is known beforehand, because a module may compute in float32 internally whatever
+its inputs. Differences are therefore taken at several steps; the two parts balance where three
+neighbouring steps agree best, and how well these agree is the error. The quick way out (two
+evaluations that agree with the guess) is safe because they cannot agree by accident.
 """
 
 from __future__ import annotations

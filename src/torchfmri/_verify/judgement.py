@@ -1,4 +1,11 @@
-"""Judge whether a backward pass gives the derivative of its forward pass."""
+"""Whether a backward pass gives the derivative of its forward pass, along random directions.
+
+`layer_verdict` calls `judge`. For random numbers u and a random direction v, u·f is one number; one
+backward pass gives its derivative along v, a few forward passes measure it. Sums are in float64,
+and every run starts from the same random state (`seed_all`), otherwise dropout alone would differ.
+Gradients are collected by hooks on leaves and not by `.grad`: a reentrant checkpoint delivers them
+in parts.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +20,12 @@ from torch import Tensor
 from torchfmri._model import run_backward
 from torchfmri._verify.comparison import WRONG, GradientComparison, Judgement, explain
 from torchfmri._verify.directional import PRECISIONS, Precision, Scales, measure_slope
-from torchfmri._verify.random_directions import (
-    directions_for,
-    norm_of,
-    seed_all,
-    typical_size,
-)
+from torchfmri._verify.random_directions import directions_for, norm_of, seed_all, typical_size
 from torchfmri._verify.varied_call import VariedCall, VariedTensor
 
 T = TypeVar("T")
 
-_SAFETY = 5.0
+_SAFETY = 5.0  # by how much a numerical derivative may be worse than its estimated error
 
 
 class UndifferentiableError(Exception):
@@ -100,7 +102,7 @@ class Point:
             raise UndifferentiableError("its output has NaN")
 
     def draw(self, generator: torch.Generator) -> list[Tensor]:
-        """Return a random number for each number of the outputs; 0 where those are infinite."""
+        """Return a random number for each number of the outputs; 0 if those are infinite."""
         return [
             torch.randn(each.shape, generator=generator, dtype=torch.float64, device="cpu").to(each)
             * each.isfinite()
@@ -116,15 +118,15 @@ def varies_by_itself(problem: Problem) -> bool:
     )
     if len(first) != len(second):
         return True
-    for one, other in zip(first, second, strict=True):
-        if one.shape != other.shape:
-            return True
-        if torch.equal(one, other):
-            continue
-        size = float(one[one.isfinite()].abs().amax()) if one.isfinite().any() else 0.0
-        if not torch.allclose(one, other, rtol=0.0, atol=1e-9 * size, equal_nan=True):
-            return True
-    return False
+    return not all(map(_are_equal, first, second))
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are the same but for rounding in float64."""
+    if one.shape != other.shape or torch.equal(one, other):
+        return one.shape == other.shape
+    size = float(one[one.isfinite()].abs().amax()) if one.isfinite().any() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=1e-9 * size, equal_nan=True)
 
 
 def gradient_varies(problem: Problem, values: Sequence[Tensor]) -> bool:

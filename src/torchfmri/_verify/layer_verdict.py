@@ -1,4 +1,10 @@
-"""Judge one layer: choose the precision, avoid kinks, leave out wrong layers inside."""
+"""The verdict on one call of a layer: its precision, kinks, and wrong layers inside.
+
+`verify` calls `verify_call` for each layer, innermost first. float64 is tried first; a layer that
+cannot run in it is verified as it is, with a note. A difference at a kink is judged again beside
+it, and layers that are known to be wrong are left out of those around them, so that the innermost
+one is named alone. Notes may be reworded; the order of these questions must stay.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,7 @@ class LayerVerdict:
     Attributes:
         checks: One for each input and parameter.
         problem: Why the call could not be verified; "" if it could.
-        notes: What else the reader should know.
+        notes: Reservations for the reader, such as another precision.
     """
 
     checks: list[GradientCheck] = field(default_factory=list)
@@ -64,7 +70,7 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     failures: list[tuple[torch.dtype | None, Exception]] = []
     for dtype in _dtypes(call):
         try:
-            verdict = _verify_in(call, dtype, wrong, options)
+            verdict = _Judge(call, dtype, options).judge(wrong)
         except UndifferentiableError as error:
             return LayerVerdict(problem=str(error))
         except (ForwardError, BackwardError) as error:
@@ -72,7 +78,7 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
             continue
         if failures:
             reason = _cause(failures[0][1])
-            used = "as it is" if dtype is None else f"in {_name(dtype)}"
+            used = "as it is" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
             verdict.notes.append(f"verified {used}: float64 does not work ({reason})")
         return verdict
     last = failures[-1][1]
@@ -92,75 +98,68 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     return LayerVerdict(problem=f"it cannot be run alone: {_cause(last)}")
 
 
-def _verify_in(
-    call: ModuleCall, dtype: torch.dtype | None, wrong: Mapping[str, nn.Module], options: Options
-) -> LayerVerdict:
-    precision = _precision(call, dtype)
-    varied = VariedCall(call, dtype)
-    if varies_by_itself(varied):
-        varied = VariedCall(call, dtype, careful=True)
-        if varies_by_itself(varied):
-            raise UndifferentiableError(
-                "not deterministic: two runs on the same numbers, with the same random state, "
-                "differ"
-            )
-    inside = {id(module) for module in call.module.modules()} - {id(call.module)}
-    left_out = {layer: module for layer, module in wrong.items() if id(module) in inside}
-    verdict = LayerVerdict()
-    if left_out:
-        varied.leave_out(left_out)
-        verdict.notes.append("verified without the wrong layers inside")
-    if not varied.variables:
-        raise UndifferentiableError("nothing that requires a gradient goes in")
-    judgements = _judge_off_kinks(varied, varied.variables, options, precision, verdict)
-    joint = next((each for each in judgements if each.variable is varied.joint), None)
-    if joint is not None and joint.status == WRONG:
-        parts = _judge_off_kinks(varied, varied.inner, options, precision, verdict)
-        guilty = [each for each in parts if each.status == WRONG]
-        if guilty:
-            judgements = [each for each in judgements if each is not joint] + guilty
-    verdict.checks = [_check(call, each, 1) for each in judgements]
-    if options.second and not any(each.status == WRONG for each in verdict.checks):
-        _verify_second(call, varied, options, precision, verdict)
-    return verdict
+class _Judge:
+    """Judges one call in one precision, and takes down its checks and notes."""
 
+    def __init__(self, call: ModuleCall, dtype: torch.dtype | None, options: Options) -> None:
+        self.call, self.options = call, options
+        self.precision = _precision(call, dtype)
+        self.verdict = LayerVerdict()
+        self.varied = VariedCall(call, dtype)
+        if varies_by_itself(self.varied):
+            self.varied = VariedCall(call, dtype, careful=True)
+            if varies_by_itself(self.varied):
+                raise UndifferentiableError(
+                    "not deterministic: two runs on the same numbers, with the same random state, "
+                    "differ"
+                )
 
-def _verify_second(
-    call: ModuleCall,
-    varied: VariedCall,
-    options: Options,
-    precision: Precision,
-    verdict: LayerVerdict,
-) -> None:
-    try:
-        problem = SecondDerivative(varied)
-        judgements = _judge_off_kinks(problem, problem.variables, options, precision, verdict)
-    except (BackwardError, ForwardError) as error:
-        verdict.notes.append(f"no second derivative: {_cause(error)}")
-        return
-    verdict.checks += [_check(call, each, 2) for each in judgements]
+    def judge(self, wrong: Mapping[str, nn.Module]) -> LayerVerdict:
+        """Return the verdict, with the layers that are known to be wrong left out."""
+        varied, verdict = self.varied, self.verdict
+        inside = {id(each) for each in self.call.module.modules()} - {id(self.call.module)}
+        left_out = {layer: module for layer, module in wrong.items() if id(module) in inside}
+        if left_out:
+            varied.leave_out(left_out)
+            verdict.notes.append("verified without the wrong layers inside")
+        if not varied.variables:
+            raise UndifferentiableError("nothing that requires a gradient goes in")
+        judgements = self._off_kinks(varied, varied.variables)
+        joint = next((each for each in judgements if each.variable is varied.joint), None)
+        if joint is not None and joint.status == WRONG:
+            parts = self._off_kinks(varied, varied.inner)
+            guilty = [each for each in parts if each.status == WRONG]
+            if guilty:
+                judgements = [each for each in judgements if each is not joint] + guilty
+        verdict.checks = [_check(self.call, each, 1) for each in judgements]
+        if self.options.second and not any(each.status == WRONG for each in verdict.checks):
+            self._judge_second()
+        return verdict
 
+    def _judge_second(self) -> None:
+        try:
+            problem = SecondDerivative(self.varied)
+            judgements = self._off_kinks(problem, problem.variables)
+        except (BackwardError, ForwardError) as error:
+            self.verdict.notes.append(f"no second derivative: {_cause(error)}")
+        else:
+            self.verdict.checks += [_check(self.call, each, 2) for each in judgements]
 
-def _judge_off_kinks(
-    problem: Problem,
-    variables: Sequence[VariedTensor],
-    options: Options,
-    precision: Precision,
-    verdict: LayerVerdict,
-) -> list[Judgement]:
-    """Judge; if a kink may explain a difference, judge again at a point beside it."""
-    values: Sequence[Tensor] = problem.values
-    judgements = judge(problem, values, variables, options.directions, precision)
-    if any(each.status == WRONG and each.is_bent for each in judgements):
-        values = nudged(values)
-        judgements = judge(problem, values, variables, options.directions, precision)
-        if KINKS not in verdict.notes:
-            verdict.notes.append(KINKS)
-    if any(each.status == WRONG for each in judgements) and gradient_varies(problem, values):
-        for each in judgements:
-            if each.status == WRONG:
-                each.reason = "differs from one backward pass to the next"
-    return judgements
+    def _off_kinks(self, problem: Problem, variables: Sequence[VariedTensor]) -> list[Judgement]:
+        """Judge; if a kink may explain a difference, judge again at a point beside it."""
+        values: Sequence[Tensor] = problem.values
+        directions, precision = self.options.directions, self.precision
+        judgements = judge(problem, values, variables, directions, precision)
+        if any(each.status == WRONG and each.is_bent for each in judgements):
+            values = nudged(values)
+            judgements = judge(problem, values, variables, directions, precision)
+            if KINKS not in self.verdict.notes:
+                self.verdict.notes.append(KINKS)
+        if any(each.status == WRONG for each in judgements) and gradient_varies(problem, values):
+            for each in judgements:
+                if each.status == WRONG:
+                    each.reason = "differs from one backward pass to the next"
+        return judgements
 
 
 def _check(call: ModuleCall, judgement: Judgement, order: int) -> GradientCheck:
@@ -203,7 +202,3 @@ def _cause(error: Exception) -> str:
     lines = str(cause).strip().splitlines()
     text = lines[0] if lines else ""
     return f"{type(cause).__name__}: {text[:200]}" if text else type(cause).__name__
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

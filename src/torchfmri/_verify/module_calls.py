@@ -1,4 +1,10 @@
-"""Log which modules a model calls, with copies of the inputs of each."""
+"""Which modules a model calls, with copies of the inputs of each.
+
+`verify` runs the model once inside `logged_calls`. Inputs are copied before the call, because
+modules may write into them. Calls are logged in the order in which they end, so children come
+before parents. At most `CALLS_KEPT` calls of a layer are kept, one for each shape, so memory stays
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,19 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchfmri._model import each_once
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Hook, flatten, hooked
 
-CALLS_KEPT = 3
+CALLS_KEPT = 3  # of one layer, so that memory stays bounded
 
 
 @dataclass(eq=False)
@@ -29,7 +36,7 @@ class ModuleCall:
         module: The module.
         inputs: A copy of its arguments and keywords, as they were when it was called.
         wanted: The ids of the tensors in `inputs` that a gradient goes to.
-        index: Which call of that layer.
+        index: The number of the layer's call, from 0.
         problem: Why its inputs could not be copied; "" if they could.
     """
 
@@ -84,12 +91,13 @@ def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iter
         if log.first_nan is None and _has_nan(output) and not _has_nan((arguments, keywords)):
             log.first_nan = layer
 
-    with ExitStack() as stack:
+    def handles() -> Iterator[RemovableHandle]:
         for layer, module in each_once(layers).items():
-            before = Hook(partial(begin, layer), module)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            after = Hook(partial(end, layer), module)
-            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            before, after = (Hook(partial(act, layer), module) for act in (begin, end))
+            yield module.register_forward_pre_hook(before, with_kwargs=True)
+            yield module.register_forward_hook(after, with_kwargs=True)
+
+    with hooked(handles()):
         yield log
 
 
@@ -142,6 +150,7 @@ def _has_nan(value: Any) -> bool:
     )
 
 
+# Values without tensors inside, where a search may stop.
 _ATOMS = (str, bytes, int, float, complex, type, types.FunctionType, types.ModuleType, torch.Size)
 
 

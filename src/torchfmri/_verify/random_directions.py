@@ -1,4 +1,9 @@
-"""Random directions as large as the tensors they change, and a fixed random state."""
+"""Random directions as large as the tensors they change, and a fixed random state.
+
+`judgement` and `varied_call` use them. A direction is 0 if a tensor is infinite or huge, because
+masks are filled with such numbers and a step there would mean nothing. `seed_all` must not call
+`torch.manual_seed`, which queues a call for a CUDA that was never used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import torch
 from torch import Tensor
 
 SEED = 20_231
-_NUDGE = 1e-3
+_NUDGE = 1e-3  # of a tensor's size: beside a kink, and still the same function
 _HUGE = 1e30  # masks are often filled with the smallest finite number
 
 

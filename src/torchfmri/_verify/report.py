@@ -1,4 +1,9 @@
-"""The result of a verification: what is right, what is wrong, what could not be judged."""
+"""The result of a verification: what is right, what is wrong, what could not be judged.
+
+`verify_gradients` returns a `Verification`. Both classes are public: attributes and `to_dict` must
+stay, the table may be changed freely. Wrong gradients are always listed one by one, and never
+folded into a line with others.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ class GradientCheck:
         deviation: The difference from the numerical derivative, relative to the gradient's size.
         allowed: The largest relative deviation that counts as right here.
         reason: How a wrong gradient differs, in words.
-        call: Which call of the layer.
+        call: The number of the layer's call, from 0.
         order: 1 for the derivative, 2 for the second derivative.
 
     Examples:

@@ -1,4 +1,10 @@
-"""Compare the backward pass of every layer with a numerical derivative."""
+"""`verify_gradients`: every layer's backward pass against a numerical derivative.
+
+It is public; arguments, errors and the order of checks must stay. The model runs once inside
+`unchanged`, which puts buffers, modes, `.grad` and random state back. `_settle` switches off what
+PyTorch's layers do not differentiate by design (spectral norm, max_norm, padding rows); without it
+healthy models would be called wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,7 @@ from torchfmri._model import (
     first_names,
     loss_of,
     named_layers,
+    refuse_scripted,
     runnable,
     switched_off,
     unchanged,
@@ -73,17 +80,20 @@ def verify_gradients(
         second: Whether to verify second derivatives too, wherever the first are right.
 
     Raises:
-        InspectionError: The loss is NaN or infinite, or nothing can be differentiated.
+        InspectionError: The loss is NaN or infinite, nothing can be differentiated, or a layer is
+            TorchScript.
         LayerNotFoundError: `layers` or `expected` matches nothing.
     """
     _check(model, directions)
+    refuse_scripted(model)
     check_flag("second", second)
     started = time.perf_counter()
     names = named_layers(model)
-    chosen = _canonical(names, _choose(names, layers))
+    found = find_layers(names, layers)
+    chosen = _canonical(names, list(names) if layers == "*" else found)
     allowed = set() if expected is None else set(_canonical(names, find_layers(names, expected)))
     arguments, keywords = arguments_for(model, data)
-    report = _Report(type(unwrap(model)).__name__, allowed)
+    report = _Report(allowed)
     with ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(unchanged(model, report.note_written))
@@ -99,17 +109,21 @@ def verify_gradients(
                 report.add(call, verify_call(call, report.wrong, Options(directions, second)))
     report.add_missing(names, chosen, log)
     if not report.checks:
-        raise InspectionError(
-            "Nothing was verified: " + (report.first_reason() or "no layer was called.")
-        )
-    return report.finish(time.perf_counter() - started)
+        why = [f"{layer or 'the model'}: {each}" for layer, each in report.missing.items()]
+        raise InspectionError(f"Nothing was verified: {'; '.join(why) or 'no layer was called.'}")
+    return Verification(
+        model=type(unwrap(model)).__name__,
+        checks=report.checks,
+        missing=report.missing,
+        notes=report.notes,
+        seconds=time.perf_counter() - started,
+    )
 
 
 @dataclass
 class _Report:
     """The results so far."""
 
-    model: str
     expected: set[str]
     checks: list[GradientCheck] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
@@ -151,12 +165,6 @@ class _Report:
             parameter.rpartition(".")[0],
         )
 
-    def first_reason(self) -> str:
-        return "; ".join(f"{layer or 'the model'}: {why}" for layer, why in self.missing.items())
-
-    def finish(self, seconds: float) -> Verification:
-        return Verification(self.model, self.checks, self.missing, self.notes, seconds)
-
     def _note(self, text: str, layer: str) -> None:
         layers = self.notes.setdefault(text, [])
         if layer not in layers:
@@ -169,11 +177,6 @@ def _check(model: Any, directions: Any) -> None:
     check_number("directions", directions, 1, "give a number from 1 upwards; 2 will do")
     if switched_off():
         raise InspectionError("TORCHFMRI=off is set, so nothing is verified. Unset it.")
-
-
-def _choose(names: dict[str, nn.Module], layers: Pattern) -> list[str]:
-    chosen = find_layers(names, layers)
-    return list(names) if layers == "*" else chosen
 
 
 def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
@@ -216,11 +219,11 @@ class _LossModule(nn.Module):
         self.loss = loss
 
     def forward(self, output: Any, target: Any = None) -> Tensor | None:
-        return loss_of(output, target, self.loss, False)
+        return loss_of(output, target, self.loss)
 
 
 def _loss_call(output: Any, target: Any, loss: Loss, log: CallLog) -> Iterator[ModuleCall]:
-    value = loss_of(output, target, loss, False)
+    value = loss_of(output, target, loss)
     if value is not None and not bool(value.isfinite()):
         made = f"; the first NaN comes from layer {log.first_nan!r}" if log.first_nan else ""
         raise InspectionError(

@@ -14,5 +14,5 @@ from torchfmri._viewer.diff_board import DiffBoard
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.page import whole_page
 from torchfmri._viewer.run_board import RunBoard, RunView, ViewedRun, runs_in
-from torchfmri._viewer.server import View, serve
+from torchfmri._viewer.server import Crosshair, View, serve
 from torchfmri._viewer.widget import widget_of

@@ -2,6 +2,11 @@
 
 A board has sequences; a sequence has columns (tokens, or steps of a training run) and planes:
 "layers", "tracks" (curves above the columns), and one plane for the voxels of each layer.
+
+It is implemented by scans (`_scan/pictures/scan_board.py`, `_scan/run/live_board.py`), contrasts
+(`_contrast/contrast_board.py`), runs and differences (here); the desk is the only one who asks it.
+Several threads ask at once while a live board grows, so a length may only be raised after the
+columns that it counts are there.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ class Metric:
         signed: Whether it compares, so that colours go both ways from 0.
         shown: Whether it has a button; others are read for `Overlay`.
         beside: Of a curve: the name of another one over whose bars it is drawn as a line.
+        top: Of a curve: where its bars end, and larger ones are marked; 0 for its largest value.
     """
 
     name: str
@@ -37,6 +43,7 @@ class Metric:
     signed: bool = False
     shown: bool = True
     beside: str = ""
+    top: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class Panel:
         name: What identifies it.
         title: Above it.
         kind: How `data` is drawn. "table": `columns` (names) and `rows` (lists of cells); a cell
-            that is a layer's name is a link to it, and so is `{"column": n, "text": ...}`.
+            that is a layer's name is a link to it, and so is `{"layer": ..., "column": n,
+            "text": ...}` with a layer that the page knows, a column, or both.
             "lines": `x` and `series` (name -> values).
             "matrix": `rows`, `columns` (names) and `values` (row, column), with `signed`.
             "bars": `names`, `values`, and `columns`: the column that a bar leads to, or None.
@@ -160,9 +168,9 @@ class Board(ABC):
     def about(self) -> dict[str, Any]:
         """`title`, `model`, `notes` (list of texts), `python` (how to get the result).
 
-        Of a board that compares also `ends`: what values below and above 0 mean. Of one with
-        curves `beside` others also `pair`: what those are of, and what the others are of. Of files
-        that could not be read, `problems`.
+        `python` of the difference of two boards is a list of both. Of a board that compares also
+        `ends`: what values below and above 0 mean. Of one with curves `beside` others also `pair`:
+        what those are of, and what the others are of. Of files that could not be read, `problems`.
         """
 
     @abstractmethod
@@ -207,6 +215,10 @@ class Board(ABC):
     def health(self, sequence: int) -> Sequence[Health]:
         """What is wrong, the worst first."""
         return ()
+
+    def headline(self, sequence: int) -> str:
+        """What came out, in one sentence for somebody who sees it for the first time."""
+        return ""
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """Further panels, such as a table of peaks."""

@@ -1,4 +1,9 @@
-"""One open page: it watches planes of a sequence and is told what is added to them."""
+"""One open page: it watches planes of a sequence and is told what is added to them.
+
+Made by the site for each web socket. No column may be left out: what a page has is counted in
+`_sent`, which begins where the page says. The model that is watched has the first right to the
+processor: looking and sending are limited to a share of it (`SHARE`).
+"""
 
 from __future__ import annotations
 

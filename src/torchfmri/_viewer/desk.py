@@ -2,6 +2,9 @@
 
 A question is a name and parameters, an answer is bytes or plain data. The server, the widget and a
 page in one file all put the same questions, so that they show the same.
+
+Values are exact float32, tiles are one byte per value. A plane has a version, because bytes of one
+coding mean nothing in another: whoever codes a plane anew must raise it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ MOST_VALUES = 1 << 22
 """Values of one answer."""
 LISTED = 200
 """Sequences of one answer."""
+SHARED = 20
+"""Characters from which a beginning that all texts share is left out."""
 PLANES = 24
 """Planes that stay in memory."""
 GROWTH, HEADROOM = 4.0, 4.0
@@ -98,9 +103,11 @@ class Desk:
     def _sequences(self, given: Mapping[str, str]) -> Answer:
         words = given.get("search", "").casefold().split()
         first = _number(given, "first", 0)
+        entries = self.board.entries()
+        told = own_texts([each.text for each in entries])
         found = [
-            {"index": index, **vars(each)}
-            for index, each in enumerate(self.board.entries())
+            {"index": index, **vars(each), "text": told[index]}
+            for index, each in enumerate(entries)
             if all(word in f"{each.name} {each.condition} {each.text}".casefold() for word in words)
         ]  # fmt: skip
         return {"total": len(found), "found": list(islice(found, first, first + LISTED))}
@@ -108,15 +115,18 @@ class Desk:
     def _sequence(self, given: Mapping[str, str]) -> Answer:
         index = self._index(given)
         board = self.board
-        entry = board.entries()[index]
+        entries = board.entries()
+        entry = entries[index]
         overlay = board.overlay(index)
         return {
             **vars(entry),
+            "text": own_texts([each.text for each in entries])[index],
             "columns": board.length(index),
             "overlay": None if overlay is None else vars(overlay),
             "live": board.live,
             "metrics": [vars(each) for each in board.metrics(index)],
             "tracks": [vars(each) for each in board.tracks(index)],
+            "headline": board.headline(index),
             "health": [vars(each) for each in board.health(index)],
             "panels": [each.to_dict() for each in board.panels(index)],
         }
@@ -225,6 +235,26 @@ class Desk:
         return index, metric, plane
 
 
+def own_texts(texts: list[str]) -> list[str]:
+    """Texts without the words that all of them begin with, such as the system prompt of a chat.
+
+    Examples:
+        >>> rule = "You are a helpful assistant."
+        >>> own_texts([f"{rule} Why is it blue?", f"{rule} What is it?"])
+        ['… Why is it blue?', '… What is it?']
+        >>> own_texts(["Why?", "What?"])
+        ['Why?', 'What?']
+    """
+    if len(texts) < 2:
+        return texts
+    low, high = min(texts), max(texts)  # what these share, all between them share
+    same = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    start = low.rfind(" ", 0, same) + 1
+    if start < SHARED or any(len(each) <= start for each in texts):
+        return texts
+    return [f"… {each[start:]}" for each in texts]
+
+
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
     text = given.get(name, "")
     if not text:
@@ -245,9 +275,14 @@ def to_json(data: dict[str, Any]) -> str:
 
 
 def _dump(data: Any) -> str:
-    return json.dumps(
+    text = json.dumps(
         data, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
     )
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a character, as "\\ud83d" in a file of JSON gives it
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _plain(value: Any) -> Any:

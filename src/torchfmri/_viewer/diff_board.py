@@ -1,8 +1,13 @@
-"""Two boards as one: the second minus the first, layers aligned by name and columns by position."""
+"""Two boards as one: the second minus the first, layers aligned by name and columns by position.
+
+`torchfmri.view(before, after)` and `torchfmri view SCAN SCAN2` show it. It takes any two boards
+and asks them what a page would ask. Values that only one of them has are missing, never 0: 0 says
+that nothing differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +16,7 @@ from numpy.typing import NDArray
 
 from torchfmri._text import plural
 from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
+from torchfmri._viewer.change import NAMES, BoardChange, change_sentence, find_change
 from torchfmri._viewer.tiles import Table
 
 _MOST_LISTED = 200
@@ -35,6 +41,7 @@ class DiffBoard(Board):
         self._both = [name for name in second.layers if name in known]
         self._alone = [sorted(set(self._names).difference(each.layers)) for each in self._pair]
         self.axis = first.axis
+        self._entry = "run" if first.kind == second.kind == "run" else "sequence"
 
     @property
     def id(self) -> str:
@@ -73,7 +80,7 @@ class DiffBoard(Board):
             "model": first["model"] if same else f"{second['model']} − {first['model']}",
             "notes": [*first["notes"], *second["notes"]],
             "problems": [*first.get("problems", ()), *second.get("problems", ())],
-            "python": f"{second['python']}\nother = {first['python']}",
+            "python": [first["python"], second["python"]],
             "ends": [f"lower in {after}", f"higher in {after}"],
             "pair": [before, after],
         }
@@ -193,19 +200,76 @@ class DiffBoard(Board):
             if alone:
                 text = f"{plural(len(alone), 'layer')} only in {other}: grey"
                 found.append(Health(text, "warn", alone[0]))
-        a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
-        differs = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        if differs is not None:
+        counts = [len(each.entries()) for each in self._pair]
+        if counts[0] != counts[1]:
+            more = int(counts[1] > counts[0])
+            text = (
+                f"Only {min(counts)} of the {plural(max(counts), self._entry)} of "
+                f"{self._titles()[more]} can be compared, by their places: "
+                f"{self._titles()[1 - more]} has {min(counts)}"
+            )
+            found.append(Health(text, "warn"))
+        same, lengths = self._same(sequence), [each.length(sequence) for each in self._pair]
+        if same < min(lengths):
             before, after = self._titles()
             text = (
-                f"The texts differ from {self.axis} {differs} on, shown as {after} ≠ {before}: "
-                "values beyond compare positions"
+                f"The {NAMES.get(self.axis, f'{self.axis}s')} differ from {self.axis} {same} on, "
+                f"shown as {after} ≠ {before}: values beyond compare positions"
             )
-            found.append(Health(text, "warn", None, differs))
-        elif len(a) != len(b):
-            text = f"One has {len(a)} {self.axis}s, the other {len(b)}: the rest is grey"
-            found.append(Health(text, "inform", None, min(len(a), len(b))))
+            found.append(Health(text, "warn", None, same))
+        elif lengths[0] != lengths[1]:
+            text = f"One has {lengths[0]} {self.axis}s, the other {lengths[1]}: the rest is grey"
+            found.append(Health(text, "inform", None, min(lengths)))
         return found
+
+    def _same(self, sequence: int) -> int:
+        """How many columns there are before the first that is not the same in both."""
+        a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
+        both = min(len(a), len(b))
+        return next((at for at in range(both) if a[at] != b[at]), both)
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The page opens at the largest change, else at the first column that is not the same."""
+        found = self._change(0) if self.entries() else None
+        if found is None:
+            return {}
+        if found.most is None:
+            same = self._same(0)
+            parts = same < min(each.length(0) for each in self._pair)
+            return {"column": same} if parts else {}
+        return {"layer": self._both[found.most], "column": found.column}
+
+    def headline(self, sequence: int) -> str:
+        """How many layers differ, and which most."""
+        found = self._change(sequence)
+        if found is None:
+            return ""
+        first, second = (each.length(sequence) for each in self._pair)
+        return change_sentence(
+            found, self._metric(sequence).title.lower(), self._both, axis=self.axis,
+            same=self._same(sequence), lengths=(first, second),
+        )  # fmt: skip
+
+    def _metric(self, sequence: int) -> Metric:
+        return next(each for each in self.metrics(sequence) if each.shown)
+
+    def _change(self, sequence: int) -> BoardChange | None:
+        """What differs of the first metric, as far as the columns are the same; None: no values."""
+        if not any(each.shown for each in self.metrics(sequence)) or not self._both:
+            return None
+        name = self._metric(sequence).name
+        end = self._same(sequence) or min(each.length(sequence) for each in self._pair)
+        absent = self.missing(sequence, name, LAYERS)
+        if absent is not None:
+            absent = absent[:end, [self._names.index(each) for each in self._both]]
+        first, second = (
+            np.asarray(board.values(sequence, name, LAYERS))[
+                :end, [board.layers.index(each) for each in self._both]
+            ]
+            for board in self._pair
+        )
+        return find_change(first, second, absent)
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """The layers that are not in both."""

@@ -1,4 +1,8 @@
-"""A table to which columns are added while others read it."""
+"""A table to which columns are added while others read it.
+
+Live scans and runs keep their columns in it, while the server reads them from another thread. The
+order of writes is what makes this safe without a lock: values first, the length last.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,8 @@ class GrowingTable:
         """Add a column; a longer one adds rows, which are nan in the columns before."""
         columns, rows = self._table.shape
         if self._length == columns or len(column) > rows:
-            shape = (max(64, 2 * columns if self._length == columns else columns),
-                     max(rows, len(column)))  # fmt: skip
-            larger = np.full(shape, np.nan, np.float32)
+            room = 2 * columns if self._length == columns else columns
+            larger = np.full((max(64, room), max(rows, len(column))), np.nan, np.float32)
             larger[: self._length, :rows] = self._table[: self._length]
             self._table = larger
         self._table[self._length, : len(column)] = column

@@ -1,4 +1,10 @@
-"""The page: HTML for the server, and as one file that carries its data with it."""
+"""The page: HTML for the server, and as one file that carries its data with it.
+
+The site serves `served_page`, `save_html` writes `whole_page`. Both have a policy
+(Content-Security-Policy) that allows their own script by its hash and nothing from elsewhere.
+Whatever is put into the file must not be able to end its script element: a token may be
+"</script>".
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -27,12 +34,21 @@ _TEMPLATE = """<!doctype html>
 <title>{title}</title>
 </head>
 <body style="margin:0">
-<main id="viewer"></main>
-<noscript>This page draws its data with JavaScript, which is switched off here.</noscript>
+<style>#viewer > p {{ visibility: hidden; animation: late 0s 3s forwards }}
+@keyframes late {{ to {{ visibility: visible }} }}</style>
+<main id="viewer"><p>{unopened}</p></main>
 {content}
 </body>
 </html>
 """
+
+
+_UNOPENED = (
+    "This page draws its data with JavaScript. If nothing appears, scripts are switched off here, "
+    "or a policy of the server that sent this page forbids them."
+)
+"""Stands in the page until the viewer draws over it: a policy may forbid scripts, and `noscript`
+shows nothing then."""
 
 
 def bundle() -> str:
@@ -51,7 +67,7 @@ def served_page(title: str) -> str:
         "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'"
     )
     content = f'<script type="module">{start}</script>'
-    return _TEMPLATE.format(policy=escape(policy), title=escape(title), content=content)
+    return _filled(policy, title, content)
 
 
 def whole_page(board: Board, sequence: int = 0) -> str:
@@ -62,12 +78,11 @@ def whole_page(board: Board, sequence: int = 0) -> str:
         sequence: Which of its sequences.
     """
     answers = dict(_answers(Desk(board), sequence))
-    for answer in answers.values():
-        if isinstance(answer, dict) and "id" in answer:
-            answer["id"] = (
-                "page"  # the same scan gives the same file; addresses and paths stay here
-            )
-            answer["panels"] = False  # there would be one for every cell
+    about = answers["board"]
+    # The same scan gives the same file. Paths stay here: the copied Python names the file alone.
+    path, about["id"] = about["id"], "page"
+    about["python"] = about["python"].replace(repr(path), repr(Path(path).name))
+    about["panels"] = False  # there would be one for every cell
     # Inside a script element "</script>" and "<!--" would end or hide what follows.
     data = json.dumps({"sequence": sequence, "answers": answers}, ensure_ascii=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
@@ -86,7 +101,13 @@ def whole_page(board: Board, sequence: int = 0) -> str:
         f'<script type="module">{script}</script>'
     )
     title = f"{board.about()['model']}: {board.kind}"
-    return _TEMPLATE.format(policy=escape(policy), title=escape(title), content=content)
+    return _filled(policy, title, content)
+
+
+def _filled(policy: str, title: str, content: str) -> str:
+    return _TEMPLATE.format(
+        policy=escape(policy), title=escape(title), unopened=_UNOPENED, content=content
+    )
 
 
 def _hash(script: str) -> str:

@@ -2,6 +2,9 @@
 
 A run is the history of a Monitor: of this process, or in the folder that it writes while the model
 trains (`Monitor(folder=...)`), of which new files are read as they appear.
+
+`torchfmri view RUN`, `torchfmri.view(monitor.history)` and `Monitor(view=True)` show it. A file of
+a run is read once; training itself is never waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._files import printable
-from torchfmri._records import UPDATES, Finding, History, Series, Step, step_files
+from torchfmri._records import UPDATES, Finding, History, Series, Step, has_ended, step_files
+from torchfmri._text import plural
 from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.server import View, serve
@@ -41,12 +45,12 @@ _WHAT = {
         "root mean square",
     ),
     UPDATES: Metric(
-        UPDATES, "Updates", "How far each step moves the weights; about 1e-3 is usual.",
+        UPDATES, "Updates", "How far each step moves the weights; about 0.001 is usual.",
         "rms of the update / rms of the weight",
     ),
 }  # fmt: skip
 FRESH = 60.0
-"""A folder is that of a run that goes on for so many seconds after its last file was written."""
+"""Seconds after its last file for which a run counts as going on that has not said it is over."""
 _CURVES = {
     "loss": Metric("loss", "Loss", "The loss of the step.", ""),
     "seconds": Metric("seconds", "Seconds", "How long the step took.", "s"),
@@ -124,11 +128,11 @@ class ViewedRun:
         if finding.step is not None and self.numbers:
             column = int(np.searchsorted(self.numbers, finding.step))
         found = Health(
-            f"{finding.problem}: {printable(finding.text)}", finding.severity,
+            f"{_problem(finding.problem)}{printable(finding.text)}", finding.severity,
             finding.layers[0] if finding.layers else None, column, printable(finding.advice),
         )  # fmt: skip
-        problem = f"{finding.problem}:"
-        self.findings = [e for e in self.findings if not e.text.startswith(problem)] + [found]
+        same = _problem(finding.problem)
+        self.findings = [e for e in self.findings if not e.text.startswith(same)] + [found]
 
     def _know(self, fresh: Sequence[Series]) -> None:
         for series in fresh:
@@ -209,7 +213,7 @@ class RunBoard(Board):
 
     @property
     def going(self) -> bool:
-        """Whether it is a run of this process, or its last file was written a moment ago."""
+        """Whether it is a run of this process, or one that wrote a moment ago and is not over."""
         return self._going
 
     def end(self) -> None:
@@ -288,6 +292,22 @@ class RunBoard(Board):
         run = self._run(sequence)
         return np.isnan(self._table(run, run.watched, metric))
 
+    def headline(self, sequence: int) -> str:
+        """How the loss went."""
+        run = self._run(sequence)
+        numbers, losses = run.numbers, run.curves.values[: len(run.curves), 0]
+        if len(losses) < 2 or np.isnan(losses).all():
+            return ""
+        broken = ~np.isfinite(losses)
+        first = int((~broken).argmax()) if not broken.all() else 0
+        said = f"{plural(len(losses), 'step')}: the loss went from {losses[first]:.4g}"
+        if broken[-1]:
+            begun = len(broken) - int((~broken)[::-1].argmax())
+            return f"{said} to NaN or infinity, from step {numbers[begun]:,} on."
+        lowest = int(np.nanargmin(np.where(broken, np.nan, losses)))
+        least = f"lowest {losses[lowest]:.4g} at step {numbers[lowest]:,}"
+        return f"{said} to {losses[-1]:.4g} ({least})."
+
     def health(self, sequence: int) -> Sequence[Health]:
         """The findings so far, the worst first; layers that are no rows are left out."""
         order = {"alarm": 0, "warn": 1}
@@ -302,7 +322,8 @@ class RunBoard(Board):
             for name, path in runs_in(self._path).items():
                 run = self._runs.setdefault(name, ViewedRun())
                 files = step_files(path)
-                newest = max([newest, *(file.stat().st_mtime for file in files[-1:])])
+                if not has_ended(path):
+                    newest = max([newest, *(file.stat().st_mtime for file in files[-1:])])
                 for file in files:
                     if file not in self._read:
                         run.extend(History.load(file))
@@ -315,6 +336,12 @@ class RunBoard(Board):
 
     def _run(self, sequence: int) -> ViewedRun:
         return list(self._runs.values())[sequence]
+
+
+def _problem(name: str) -> str:
+    """The name of a problem as a finding begins: "loss_spike" is "Loss spike: "."""
+    words = printable(name).replace("_", " ")
+    return f"{words[:1].upper()}{words[1:]}: "
 
 
 def _updated(history: History) -> list[str]:

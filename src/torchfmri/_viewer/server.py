@@ -1,4 +1,9 @@
-"""The server: a board on a port of this machine, for whoever knows the address."""
+"""The server: a board on a port of this machine, for whoever knows the address.
+
+`torchfmri.view`, the commands and `Monitor(view=True)` make a `View` of it. It serves from a
+thread of its own with an own event loop, so that it works inside of a notebook and beside
+training. It binds to this machine unless `remote=True` says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,43 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from torchfmri._arguments import check_number, require
-from torchfmri._viewer.board import Board
+from torchfmri._viewer.board import LAYERS, TRACKS, Board
 from torchfmri._viewer.client import MOST_MESSAGE
 from torchfmri._viewer.desk import Desk
 from torchfmri._viewer.site import LOOPBACK, Asked, Site
 from torchfmri._viewer.state import check_state
 from torchfmri.exceptions import InspectionError
+
+
+@dataclass(frozen=True)
+class Crosshair:
+    """The numbers at the crosshair of a page, exactly as they are stored.
+
+    Attributes:
+        layer: The row: a layer, or a part of one such as "mlp[0:64]".
+        column: The number of the token, step or block.
+        text: What the column is: the token, the number of the step.
+        metric: What the page shows.
+        values: Metric -> its value there, of all that the page can show.
+        curves: Curve -> its value at that column, such as surprisal.
+    """
+
+    layer: str
+    column: int
+    text: str
+    metric: str
+    values: Mapping[str, float]
+    curves: Mapping[str, float]
+
+    @property
+    def value(self) -> float:
+        """That of the metric that the page shows."""
+        return self.values[self.metric]
 
 
 class View:
@@ -103,6 +135,15 @@ class View:
         site.state = dict(site.told)
         site.tell({"type": "state", "state": site.told})
 
+    @property
+    def crosshair(self) -> Crosshair:
+        """The numbers at the crosshair.
+
+        Raises:
+            InspectionError: No page is open, and no state was set: there is no crosshair.
+        """
+        return read_crosshair(self.board, self._site.state)
+
     def changed(self) -> None:
         """Tell the pages that there are other sequences, metrics or findings now."""
         self._site.changed()
@@ -150,6 +191,35 @@ class View:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(serve())
         started.set()
+
+
+def read_crosshair(board: Board, state: Mapping[str, Any]) -> Crosshair:
+    """The numbers of a board at the crosshair of a state.
+
+    Raises:
+        InspectionError: The state has no crosshair.
+    """
+    row, sequence, column = (state.get(key, 0) for key in ("layer", "sequence", "column"))
+    layer = str(row).partition("[")[0]
+    plane = LAYERS if row == layer else layer
+    if layer not in board.layers or row not in board.names(plane):
+        raise InspectionError(
+            f"There is no crosshair: state['layer'] is {state.get('layer')!r}. Open the page, or "
+            "set view.state = {'layer': ..., 'column': ...} with a layer of view.board.layers."
+        )
+    place = list(board.names(plane)).index(str(row))
+    metrics = [each.name for each in board.metrics(sequence)]
+    values = {}
+    for metric in metrics:
+        with contextlib.suppress(LookupError):  # parts do not have every metric
+            values[metric] = float(board.values(sequence, metric, plane)[column, place])
+    curves = board.values(sequence, TRACKS, TRACKS)[column].tolist()
+    names = [each.name for each in board.tracks(sequence)]
+    pieces = board.columns(sequence, column, column + 1)["pieces"]
+    return Crosshair(
+        layer=str(row), column=column, text=str(pieces[0]), values=values,
+        metric=str(state.get("metric") or metrics[0]), curves=dict(zip(names, curves, strict=True)),
+    )  # fmt: skip
 
 
 def serve(

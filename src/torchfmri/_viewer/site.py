@@ -133,7 +133,12 @@ class Site:
             return Response("The question is too long.", 414)
         given, changes = dict(request.query_params), self.changes
         try:
-            answer = await asyncio.to_thread(self.desk.answer, path, given)
+            # While columns come, answers are small, and handing one to another thread takes longer
+            # than making it: the model that is watched shares the processor.
+            if self.desk.board.going:
+                answer = self.desk.answer(path, given)
+            else:
+                answer = await asyncio.to_thread(self.desk.answer, path, given)
         except DeskQuestion as error:
             return JSONResponse({"error": str(error)}, 404)
         except InspectionError as error:  # a damaged file of the scan
@@ -159,13 +164,15 @@ class Site:
         async for part in request.stream():
             body += part
             if len(body) > MOST_BODY:
-                return JSONResponse({"error": "The prompt is too long."}, 413)
+                most = f"it may have {MOST_BODY // 1024} kB"
+                said = f"The prompt is too long: {most}. Nothing was asked."
+                return JSONResponse({"error": said}, 413)
         try:
             text = json.loads(body)["prompt"]
             assert isinstance(text, str)
             assert self._on_prompt is not None
             self._on_prompt(text)
-        except (ValueError, KeyError, TypeError, AssertionError):
+        except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
             return JSONResponse({"error": 'Send {"prompt": "..."}.'}, 400)
         except InspectionError as error:
             return JSONResponse({"error": str(error)}, 409)

@@ -1,4 +1,8 @@
-"""The state of a page as Python may set it: the same names and values as in the page's address."""
+"""The state of a page as Python may set it: the same names and values as in the page's address.
+
+The names are those of `viewer/src/state.ts`, and both must be changed together. A state that
+cannot be shown is refused here with what exists, where a page would silently drop it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A still picture of a board, for whoever cannot run the page: PNG without any further package."""
+"""A still picture of a board, for whoever cannot run the page: PNG without any further package.
+
+The widget puts it into a notebook. It is made of the coarsest tile with the scales of the page, so
+its colours are those that the page begins with.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ def still(board: Board, sequence: int = 0) -> bytes:
     elif plane.logarithmic:
         shares = 1 + np.log10(np.maximum(values / tops, 1e-30)) / 2
     else:
-        shares = values / tops
+        lows = plane.lows[:, None]
+        shares = (values - lows) / (tops - lows)
     table = _colours(_VIK if plane.signed else _VIRIDIS)
     pixels = table[np.rint(255 * np.clip(shares, 0, 1)).astype(int)]
     pixels[codes <= NOT_MEASURED] = _GREY

@@ -8,6 +8,11 @@ A byte is 0 where a value is not finite, 1 where nothing was measured, else 128 
 asinh(x / scale) / asinh(limit / scale)): nearly linear below the row's scale and logarithmic above
 it, with the sign kept. The scale and the limit of each row travel as float32 in the plane's header,
 so that a page can change how it maps values to colours without asking again.
+
+The desk makes a `Plane` per table and sends its tiles. `viewer/src/colour.ts` decodes them: a
+change of the code here must be made there, too. A value that is not finite must never become a
+colour: pooling leaves NaN out, and the header counts such values per row, so that the page marks
+the row at any zoom.
 """
 
 from __future__ import annotations
@@ -38,8 +43,12 @@ TILE_BYTES = 32 << 20
 """Tiles of a plane that stay in memory."""
 _BLOCK = 1 << 22
 """Values that are pooled at once."""
-LINEAR = frozenset({"activation", "surprisal", "entropy", "loss", "seconds"})
+RANGED = frozenset({"activations", "parameters"})
+"""Metrics of a run that change little: the colours of a row begin at its lowest value."""
+LINEAR = RANGED | {"activation", "surprisal", "entropy", "loss", "seconds"}
 """Metrics whose colours follow the value itself; those of others follow its logarithm."""
+NARROWEST = 0.2
+"""The colours of a row span at least this share of its top: a byte tells little less apart."""
 
 Table = NDArray[np.floating[Any]]
 Mask = NDArray[np.bool_]
@@ -73,7 +82,7 @@ class Plane:
         self._missing = None if missing is None else missing[: max(1, self.columns)]
         self.logarithmic = not signed and metric not in LINEAR
         self.nonfinite, self.missing, largest = self._read()
-        self.tops, self.middle = self._percentiles()
+        self.tops, self.lows, self.middle = self._percentiles()
         if bars:
             self.tops = largest
         scale = np.where(self.tops > 0, self.tops, np.where(largest > 0, largest, 1.0))
@@ -161,8 +170,10 @@ class Plane:
             return np.zeros(1, np.bool_)
         return self._missing[:, row if self._missing.shape[1] > 1 else 0]
 
-    def _percentiles(self) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """(row,) the 99.5th percentile of |value|, and what a scale common to all rows needs.
+    def _percentiles(
+        self,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[str, float]]:
+        """(row,) the 99.5th percentile of |value|, where colours begin, and the common scale.
 
         It is the next lower of the values, as in the pictures: of a short text the largest does
         not count, for its first token is often a hundred times as loud as any other. Of two or
@@ -171,20 +182,22 @@ class Plane:
         every = -(-self.columns // SAMPLED) or 1
         sample = np.abs(np.asarray(self.values[::every], np.float32).T)
         finite = np.isfinite(sample)
-        tops = np.zeros(self.rows)
+        tops, lows = np.zeros(self.rows), np.zeros(self.rows)
         counts = finite.sum(1)
         if counts.any():  # one call for all rows: what is not finite comes last
             ordered = np.sort(np.where(finite, sample, np.inf), axis=1)
             shares = np.where(counts >= FEW, QUANTILE, 1.0)
             places = (shares * np.maximum(counts - 1, 0)).astype(np.int64)
             tops = np.where(counts > 0, ordered[np.arange(self.rows), places], 0.0)
+            if self.metric in RANGED and not self.signed:
+                lows = np.minimum(np.where(counts > 0, ordered[:, 0], 0.0), (1 - NARROWEST) * tops)
         known = sample[finite & (sample > 0)]
         known = known[:: len(known) // _COMMON + 1]
         common = {"low": 0.0, "high": 1.0}
         if len(known):
             common["high"] = float(np.quantile(known, QUANTILE, method="lower"))
             common["low"] = float(np.quantile(known, 1 - QUANTILE))
-        return tops, common
+        return tops, lows, common
 
     def header(self) -> dict[str, Any]:
         """What a page needs to decode and to colour the tiles."""
@@ -197,6 +210,7 @@ class Plane:
             "scale": self.scale.tolist(),
             "limit": self.limit.tolist(),
             "tops": self.tops.astype(np.float32).tolist(),
+            "lows": self.lows.astype(np.float32).tolist(),
             "nonfinite": self.nonfinite.tolist(),
             "missing": self.missing.tolist(),
             **self.middle,

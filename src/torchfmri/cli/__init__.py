@@ -15,15 +15,3 @@ from torchfmri.cli.commands import (
     main,
 )
 from torchfmri.cli.options import Result
-
-__all__ = [
-    "CLEAN",
-    "COMMANDS",
-    "FAILED",
-    "FOUND",
-    "INTERRUPTED",
-    "Command",
-    "Result",
-    "build_parser",
-    "main",
-]

@@ -1,4 +1,8 @@
-"""The command `torchfmri advise`."""
+"""The command `torchfmri advise`: try what may save memory or time, and report what it saves.
+
+`cli/commands` calls `add_arguments` and `run`; the work is `advise` of `_cost`. Options, the keys
+of `--json` and the exit code are public.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torchfmri.exceptions import InspectionError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri advise`."""
+    """Add the options of `torchfmri advise`."""
     add_subject(parser)
     add_number(parser, "--rounds", 5, "how often to measure time")
     add_text(parser, "--optimizer", "a class of torch.optim, for example AdamW", "NAME")
@@ -45,7 +49,7 @@ def run(options: Namespace) -> Result:
 
 
 def _optimizers() -> dict[str, Any]:
-    """Name -> class of the optimizers in torch.optim."""
+    """Return name -> class of the optimizers in torch.optim."""
     base = torch.optim.Optimizer
     return {
         name: each

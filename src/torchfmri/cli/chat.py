@@ -1,4 +1,9 @@
-"""The command `torchfmri chat`: type a prompt into the page and watch the model answer."""
+"""The command `torchfmri chat`: type a prompt into the page and watch the model answer.
+
+The page's thread puts prompts into a queue, and one thread of ours answers them: a model is never
+run by two threads at once. A prompt that fails is reported on the page, and the next one is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,14 @@ import numpy as np
 
 from torchfmri._arguments import check_number
 from torchfmri._model import CHOICES, load_model
-from torchfmri._scan import TELL_EVERY, LiveBoard, LiveToken, Scanner, ScanOptions
+from torchfmri._scan import (
+    TELL_EVERY,
+    LiveBoard,
+    LiveToken,
+    Scanner,
+    ScanOptions,
+    longest_sequence,
+)
 from torchfmri._text import plural
 from torchfmri._viewer import View
 from torchfmri.cli.view import add_server_arguments, served
@@ -101,6 +113,18 @@ class Chat:
             # The last token is written and never run: what follows is the pass for gradients.
             self._say("Computing gradients: they appear when they are complete")
 
+    def _check_length(self, prompt: str) -> None:
+        """Refuse a prompt that is longer than the sequences that the model was made for."""
+        longest, tokenizer = longest_sequence(self._scanner.model), self.board.tokenizer
+        if longest is None or tokenizer is None:
+            return
+        count = len(tokenizer(prompt)["input_ids"])
+        if count > longest:
+            raise InspectionError(
+                f"It has {plural(count, 'token')}, and the model was made for {longest:,} at most. "
+                "Shorten it."
+            )
+
     def _work(self) -> None:
         while (prompt := self._waiting.get()) is not None and not self._stopping:
             self._number += 1
@@ -110,6 +134,7 @@ class Chat:
             self._say("Answering")
             scan = None
             try:
+                self._check_length(prompt)
                 scan = self._scanner.scan(
                     prompt, self._tokens, chat=self._chat, names=[name],
                     on_token=self._on_token, tell_every=TELL_EVERY, generate={"do_sample": False},
@@ -118,9 +143,11 @@ class Chat:
                     scan.save(self._out, append=self._out.exists())
             except _Stopped:
                 pass
-            except (InspectionError, OSError, RuntimeError) as error:
-                self.board.problem = f"{prompt[:40]!r} failed: {error}"
-                print(f"torchfmri chat: {name!r} failed: {error}", file=sys.stderr, flush=True)
+            except Exception as error:  # whatever a tokenizer or a model raises for this prompt
+                known = isinstance(error, InspectionError | OSError | RuntimeError)
+                said = str(error) if known else f"{type(error).__name__}: {error}"
+                self.board.problem = f"{prompt[:40]!r} failed: {said}"
+                print(f"torchfmri chat: {name!r} failed: {said}", file=sys.stderr, flush=True)
             self._say("")
             self.board.finish(scan)
 
@@ -135,6 +162,7 @@ def start(options: Namespace) -> tuple[Chat, View]:
     chat = getattr(named.tokenizer, "chat_template", None) is not None
     anatomy, meta = scanner.describe("Hello", options.max_new_tokens, chat=chat)
     board = LiveBoard(anatomy, meta)
+    board.tokenizer = named.tokenizer
     answers = Chat(scanner, board, options.max_new_tokens, options.out, chat=chat)
     view = served(options, board, "chat", on_prompt=answers.ask, on_close=answers.close)
     board.changed = view.changed

@@ -1,10 +1,10 @@
 """The command line: `torchfmri <command>`.
 
-Results go to standard output, progress to standard error. Exit codes: 0 nothing to report, 1
-something was found, 2 it could not be done.
-
-A command is a module with `add_arguments`, which adds its options to a parser, and `run`, which
-returns its result as data (for --json), as text, and the exit code. `_TEXTS` has its line of help.
+`main` is the entry point of the package. Results go to standard output, progress to standard error.
+Exit codes are public: 0 nothing to report, 1 something was found, 2 it could not be done. A command
+is a module with `add_arguments`, which adds its options to a parser, and `run`, which returns its
+result as data (for --json), as text, and the exit code. `_TEXTS` has its line of help. An error of
+the user is one line without a traceback; anything else is a bug and comes through.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser for all commands."""
+    """Return the parser for all commands."""
     parser = _Parser(
         prog="torchfmri",
         description="A digital fMRI for PyTorch models.",

@@ -1,4 +1,9 @@
-"""The command `torchfmri contrast`: what differs between the conditions of a scan."""
+"""The command `torchfmri contrast`: what differs between the conditions of a scan, or two scans.
+
+`run` translates the options into the arguments of `Scan.contrast` or `torchfmri.contrast`, which do
+the work. Options, the keys of `--json` and the exit code are public. A new form of `--tokens`
+belongs in `read_tokens`, in `_TOKENS` and in `_scan/prompts/token_choice`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ _TOKENS = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri contrast`."""
+    """Add the options of `torchfmri contrast`."""
     parser.add_argument("scan", type=Path, help="a scan: NAME.fmri")
     add_path(parser, "with_scan", "another scan to compare with", "OTHER", nargs="?")
     parser.add_argument(
@@ -43,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_text(parser, "--paired", text, "FIELD", nargs="?", const=True)
     values = parser.add_argument_group("values")
     metrics = ("activation", "signed", "gradient", "learning_cost", "delta_sc")
-    text = "which values (default: activation; signed for --level unit)"
+    text = "values to compare (default: activation; signed for --level unit)"
     add_choice(values, "--metric", metrics, text)
     add_choice(
         values, "--level", ("layer", "voxel", "head", "unit", "feature"), "what to compare", "voxel"
@@ -58,10 +63,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     _add_test(parser.add_argument_group("test"))
     files = parser.add_argument_group("files")
-    add_path(files, "--out", "keep the contrast", "NAME.contrast")
-    add_path(files, "--table", "all rows: .csv, .parquet, .json")
-    add_path(files, "--picture", "draw the map")
-    add_path(files, "--report", "write the page", "FILE.html")
+    add_path(files, "--out", "save the contrast", "NAME.contrast")
+    add_path(files, "--table", "write all rows: .csv, .parquet or .json")
+    add_path(files, "--picture", "draw the map into this file")
+    add_path(files, "--report", "write the report", "FILE.html")
 
 
 def _add_test(group: Any) -> None:
@@ -69,7 +74,7 @@ def _add_test(group: Any) -> None:
     controls = ("fdr", "bonferroni", "max", "fpr", "none")
     add_choice(group, "--height-control", controls, "the error rate that alpha limits", "fdr")
     add_switch(group, "--one-sided", "count only A above B")
-    add_choice(group, "--test", ("t", "permutation"), "where p comes from", "t")
+    add_choice(group, "--test", ("t", "permutation"), "how p is computed", "t")
     add_number(group, "--permutations", None, "number of relabellings (default: 1000)")
     add_number(group, "--seed", 0, "seed of relabellings")
     text = "also shuffle the labels N times and count how often anything is found"
@@ -131,7 +136,7 @@ def _compare(options: Namespace) -> Contrast:
 
 
 def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
-    """The two conditions that there are, the first one against the second.
+    """Return the two conditions that there are, the first one against the second.
 
     Raises:
         InspectionError: There are not two.
@@ -155,7 +160,7 @@ def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
 
 
 def read_tokens(text: str) -> Any:
-    """What `--tokens` says, as `Scan.contrast` takes it.
+    """Return what `--tokens` says, as `Scan.contrast` takes it.
 
     Examples:
         >>> read_tokens("2:5"), read_tokens("-1"), read_tokens("role:user")
@@ -181,8 +186,7 @@ def _write(options: Namespace, found: Contrast) -> list[Path]:
     if options.table is not None:
         found.export(options.table)
     if options.picture is not None:
-        figure: Any = found.plot_contrast().figure
-        save_figure(figure, options.picture, dpi=150)
+        save_figure(found.plot_contrast(), options.picture, dpi=150)
     if options.report is not None:
         found.report(options.peaks).save_as_html(options.report)
     files = (options.out, options.table, options.picture, options.report)

@@ -1,4 +1,8 @@
-"""The command `torchfmri cost`."""
+"""The command `torchfmri cost`: the FLOPs, bytes and seconds of every layer, and how they grow.
+
+`cli/commands` calls `add_arguments` and `run`; the work is `cost` of `_cost`. Options, the keys of
+`--json` and the exit code are public.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torchfmri.exceptions import InspectionError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri cost`."""
+    """Add the options of `torchfmri cost`."""
     add_subject(parser)
     add_number(parser, "--rounds", 5, "how often to measure time")
     parser.add_argument("--batch", type=_sizes, metavar="N,N,N", help="batch sizes to measure too")

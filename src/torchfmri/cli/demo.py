@@ -1,4 +1,9 @@
-"""The demo: a real language model scanned while it answers a question, without the network."""
+"""The command `torchfmri demo`: a real language model scanned while it answers a question.
+
+It is the first thing a new user runs, so it must need no network and no option: with SmolLM2 where
+that is installed, else with the small model of this package. Without matplotlib there is no
+picture, and the rest works. The last line of its output is a command that works as it is printed.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,14 @@ QUESTIONS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri demo`."""
+    """Add the options of `torchfmri demo`."""
     text = "where to write scan.png, scan.html and scan.fmri (default: %(default)s)"
     add_path(parser, "--out", text, "DIR", default=Path("torchfmri-demo"))
     parser.add_argument(
-        "--model", help=f"which model; by default {REAL} if it is installed, else {OURS}"
+        "--model", help=f"model to scan (default: {REAL} if it is installed, else {OURS})"
     )
-    parser.add_argument("--question", help="what to ask; by default about the capital of France")
-    add_number(parser, "--max-new-tokens", 48, "length of the answer")
+    parser.add_argument("--question", help="question to ask (default: about the capital of France)")
+    add_number(parser, "--max-new-tokens", 48, "largest number of new tokens")
 
 
 def run(options: Namespace) -> Result:
@@ -73,7 +78,7 @@ def run(options: Namespace) -> Result:
 
 
 def command() -> str:
-    """How this program is called from here: by its name, or by a path where that is not found."""
+    """Return how this program is called from here: by its name if it is found, or by a path."""
     own = Path(sys.executable).with_name("torchfmri")
     found = shutil.which("torchfmri")
     if found is not None and Path(found).resolve() == own.resolve():
@@ -84,13 +89,13 @@ def command() -> str:
 
 
 def _near(path: Path) -> str:
-    """A path as it is shortest to type from the current folder."""
+    """Return a path as it is shortest to type from the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def choose_model() -> NamedModel:
-    """SmolLM2 if it is installed, else our own tiny model, saying why.
+    """Load SmolLM2 if it is installed, else our own tiny model, and tell the user why.
 
     Raises:
         InspectionError: Neither can be loaded, because transformers is not installed.
@@ -110,7 +115,7 @@ def choose_model() -> NamedModel:
 
 
 def answer_of(scan: Scan) -> str:
-    """What the model wrote, without special tokens."""
+    """Return what the model wrote, without special tokens."""
     tokens = scan[0].tokens
     wanted = tokens.generated & ~tokens.special
     spelt = b"".join(each for each, kept in zip(tokens.spelling, wanted, strict=True) if kept)
@@ -118,22 +123,18 @@ def answer_of(scan: Scan) -> str:
 
 
 def proof(scan: Scan) -> list[str]:
-    """What the scan checked about itself, in words."""
+    """Return what the scan checked about itself, in words."""
     checks = scan[0].checks
-    lines = []
-    if checks.get("live_difference") is not None:
-        lines.append(
-            "live activations against those of the pass: at most "
-            f"{checks['live_difference']:.1e} apart, relative to each voxel's largest"
-        )
-    if checks.get("gradient_residual") is not None:
-        lines.append(
-            "tokens' gradients added up against autograd's: at most "
-            f"{checks['gradient_residual']:.1e} apart"
-        )
-    if checks.get("greedy_tokens"):
-        lines.append("every generated token is the likeliest one in the pass, too")
-    return lines
+    meanings = {
+        "live_difference": "live activations against those of the pass: at most {:.1e} apart, "
+        "relative to each voxel's largest",
+        "gradient_residual": "tokens' gradients added up against autograd's: at most {:.1e} apart",
+    }
+    lines = [
+        text.format(checks[name]) for name, text in meanings.items() if checks.get(name) is not None
+    ]
+    said = "every generated token is the likeliest one in the pass, too"
+    return [*lines, *([said] if checks.get("greedy_tokens") else [])]
 
 
 def write_files(scan: Scan, folder: Path) -> list[Path]:

@@ -1,4 +1,9 @@
-"""The command `torchfmri diagnose`."""
+"""The command `torchfmri diagnose`: train a copy for some steps, and say what is wrong.
+
+`run` finds the user's training, as a factory or as a script, and hands it to `_checkup`. An error
+of the user's own code is reported as one, so that it is not taken for a finding. Options, the keys
+of `--json` and the exit code (1 with a finding) are public.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri diagnose`."""
+    """Add the options of `torchfmri diagnose`."""
     text = f"{FORM}, which returns (model, batches, loss, optimizer); or a training script"
     parser.add_argument("subject", metavar="SUBJECT", help=text)
     add_number(parser, "--steps", 25, "training steps")
@@ -41,13 +46,12 @@ def run(options: Namespace) -> Result:
         else:
             diagnosis = diagnose(**parts, steps=options.steps, show=False)
     if options.plot:
-        figure: Any = diagnosis.plot().figure
-        save_figure(figure, options.plot, bbox_inches="tight", dpi=150)
+        save_figure(diagnosis.plot(), options.plot, bbox_inches="tight", dpi=150)
     return diagnosis.to_dict(), diagnosis.text(), 0 if diagnosis.ok else 1
 
 
 def _parts(made: Any, spec: str) -> dict[str, Any]:
-    """What a factory returned, by name."""
+    """Return what a factory returned, by name."""
     if isinstance(made, Mapping):
         unknown = [name for name in made if name not in _PARTS]
         if unknown or "model" not in made:

@@ -1,4 +1,8 @@
-"""The command `torchfmri lens`: what each layer would say next, and what made a logit."""
+"""The command `torchfmri lens`: what each layer would say next, and what made a logit.
+
+`run` calls `lens`, `attribute_logit` and, with `--inputs`, `attribute_inputs`, and prints their
+tables. Options and the keys of `--json` are public.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from torchfmri.visualization import check_picture, save_figure
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri lens`."""
+    """Add the options of `torchfmri lens`."""
     add_text(parser, "--prompt", "what the model reads", required=True)
     add_model(parser)
     add_switch(parser, "--chat", "wrap the text as a user's message")
@@ -32,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add_text(parser, "--against", "token whose logit is subtracted")
     add_switch(parser, "--inputs", "also attribute the logit to the input tokens (by gradients)")
-    add_path(parser, "--picture", "draw the lens")
+    add_path(parser, "--picture", "draw the lens into this file")
     add_device(parser, dtype=True)
 
 
@@ -74,7 +78,6 @@ def run(options: Namespace) -> Result:
             "residual": inputs.residual,
         }
     if options.picture is not None:
-        figure: Any = found.plot().figure
-        save_figure(figure, options.picture, dpi=150)
+        save_figure(found.plot(), options.picture, dpi=150)
         texts.append(f"picture: {options.picture}")
     return data, "\n\n".join(texts), 0

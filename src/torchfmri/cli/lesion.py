@@ -1,4 +1,9 @@
-"""The command `torchfmri lesion`: take parts of a model out and see what its answers lose."""
+"""The command `torchfmri lesion`: take parts of a model out and see what its answers lose.
+
+`run` reads the prompts and calls `lesion` of `_lesion`, which can go on after an interruption. The
+model is loaded in float32, because effects of single heads are small. Options, the lines of
+`--prompts` and the keys of `--json` are public.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ _LIMIT = 64 << 20
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri lesion`."""
+    """Add the options of `torchfmri lesion`."""
     what = parser.add_mutually_exclusive_group(required=True)
     add_text(what, "--prompt", "one prompt, with --answer")
     text = 'several: lines such as {"prompt": "...", "answer": " ...", "foil": " ..."}'
@@ -41,15 +46,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"what to lesion: {', '.join(KINDS)}, or a place such as 'L3H*' (default: heads and mlps)"
     )
     add_several(parser, "--of", text, "WHAT")
-    add_choice(parser, "--metric", METRICS, "by default logit_difference with a foil")
+    add_choice(
+        parser,
+        "--metric",
+        METRICS,
+        "what is measured (default: logit_difference with a foil, else surprisal)",
+    )
     add_choice(parser, "--edit", EDITS, "what replaces the lesioned value", "zero")
     text = "attribution estimates all lesions from one backward pass"
     add_choice(parser, "--method", METHODS, text, "lesion")
     add_number(parser, "--batch", 32, "lesions in one forward pass")
     add_number(parser, "--top", 12, "rows of the table")
-    text = "keep the map here; after an interruption the same command resumes"
+    text = "save the map here; after an interruption the same command resumes"
     add_path(parser, "--out", text, "FILE.json")
-    add_path(parser, "--picture", "draw the map")
+    add_path(parser, "--picture", "draw the map into this file")
     add_device(parser)
 
 
@@ -86,7 +96,7 @@ def run(options: Namespace) -> Result:
 
 
 def _rows(options: Namespace) -> list[dict[str, str]]:
-    """The prompts with their answers."""
+    """Return the prompts with their answers."""
     if options.prompts is None:
         if options.answer is None:
             raise InspectionError("--prompt needs --answer: that is what is measured.")

@@ -1,4 +1,9 @@
-"""Options in one wording, and what all commands do alike: talk to the user, run the user's code."""
+"""Options in one wording, and what all commands do alike: talk to the user, run the user's code.
+
+Every command builds its options with these functions, so that an option that two commands share has
+one name, one meaning and one help text. Progress goes through `say`: standard output is for
+results.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +43,11 @@ def add_subject(parser: Options) -> None:
 def add_device(parser: Options, *, dtype: bool = False) -> None:
     """Add `--device`, and `--dtype` where the model may be loaded in another one."""
     if dtype:
-        add_choice(parser, "--dtype", _DTYPES, "by default float32")
-    parser.add_argument("--device", help="such as cuda; by default where the model is loaded")
+        text = (
+            "dtype to load the model in (default: float32 for models with a name, else its files')"
+        )
+        add_choice(parser, "--dtype", _DTYPES, text)
+    parser.add_argument("--device", help="device to run on, such as cuda (default: the model's)")
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

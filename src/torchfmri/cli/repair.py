@@ -1,4 +1,8 @@
-"""The command `torchfmri repair`."""
+"""The command `torchfmri repair`: bring back what a damaged manifest no longer lists.
+
+`run` calls `repair` of `_scan`, reads the scan again and says what is still wrong. Nothing is
+deleted. The exit code is 1 as long as something cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torchfmri.cli.options import Result
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri repair`."""
+    """Add the options of `torchfmri repair`."""
     parser.add_argument("folder", type=Path, help="a scan: NAME.fmri")
 
 

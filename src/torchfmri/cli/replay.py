@@ -1,4 +1,9 @@
-"""The command `torchfmri replay`."""
+"""The command `torchfmri replay`: run a step again that turned NaN, and name where it began.
+
+`run` calls `replay` of `_incidents`. With `--factory` the user's model is loaded and the step is
+run; without it the finding is printed as it was written. The exit code is 1, because something was
+found.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,10 @@ from torchfmri.cli.options import Result, add_number, add_text, say, users_code
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri replay`."""
+    """Add the options of `torchfmri replay`."""
     text = "an incident that a Monitor wrote, or a folder of several"
     parser.add_argument("folder", type=Path, help=text)
-    text = "which process to replay (default: the one that has the origin)"
+    text = "process to replay (default: the one with the origin)"
     add_number(parser, "--rank", None, text)
     text = (
         f"{FORM}, which returns (model, data, loss); the data is not used and may be None, the "

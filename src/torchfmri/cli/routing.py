@@ -1,4 +1,9 @@
-"""The command `torchfmri routing`."""
+"""The command `torchfmri routing`: train sparse routing, and compare what it learns from.
+
+`run` makes an `Experiment` of `routing/experiment` and prints its table. What is finished in
+`--out` is not run again. Defaults are those of `RunPlan`, which stands in every result: an option
+that changes the training belongs there, otherwise old results are taken for new ones.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ MADE = "made"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri routing`."""
+    """Add the options of `torchfmri routing`."""
     plan = RunPlan("")
     parser.add_argument(
         "--signal",
@@ -46,7 +51,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("heads", "attention heads"),
     ):
         add_number(parser, f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
-    parser.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", help="device to train on, such as cuda (default: cpu)"
+    )
     add_number(parser, "--workers", 1, "parallel runs, one thread each")
     add_number(parser, "--checkpoint-every", 500, "steps between two checkpoints")
     text = "folder of results and checkpoints; what is finished there is not run again"

@@ -1,4 +1,10 @@
-"""The command `torchfmri scan`: one prompt, or a file of them."""
+"""The command `torchfmri scan`: one prompt, or a file of them.
+
+`run` checks all options before the model is loaded, because loading takes minutes; an option that
+would do nothing is refused. Then a `Scanner` does the work. `demo` shares `spoken` and `summary`,
+and the keys of `summary` are those of `--json`, which are public. Under torchrun each process scans
+its part of a dataset, and the first one prints.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +60,7 @@ _PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri scan`."""
+    """Add the options of `torchfmri scan`."""
     what = parser.add_mutually_exclusive_group(required=True)
     add_text(what, "--prompt", "scan one prompt")
     text = "scan every row of a file; after an interruption the same command resumes"
@@ -62,9 +68,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_model(parser)
     add_path(parser, "--out", "folder to keep the scan in (needed for --dataset)", "NAME.fmri")
     add_switch(parser, "--overwrite", "replace the folder (--prompt)")
-    add_path(parser, "--picture", "draw the brain (--prompt)")
-    add_path(parser, "--page", "write a page (--prompt)", "FILE.html")
-    add_switch(parser, "--live", "watch it in a browser, until Ctrl-C (--prompt)")
+    add_path(parser, "--picture", "draw the scan into this file (--prompt)")
+    add_path(parser, "--page", "write the page of the scan (--prompt)", "FILE.html")
+    add_switch(parser, "--live", "watch the scan in a browser, until Ctrl-C (--prompt)")
     _add_generation(parser.add_argument_group("generation"))
     _add_measurement(parser.add_argument_group("measurement"))
     rows = parser.add_argument_group("datasets")
@@ -81,7 +87,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def _add_generation(group: Any) -> None:
     add_switch(group, "--chat", "wrap texts as a user's message")
-    add_number(group, "--max-new-tokens", 64, "tokens to generate; 0 only reads the prompt")
+    add_number(
+        group, "--max-new-tokens", 64, "largest number of new tokens; 0 only reads the prompt"
+    )
     add_switch(group, "--sample", "sample instead of decoding greedily")
     add_text(group, "--temperature", "temperature of sampling", "T", type=float)
     add_number(group, "--seed", 0, "seed of sampling")
@@ -90,11 +98,16 @@ def _add_generation(group: Any) -> None:
 def _add_measurement(group: Any) -> None:
     gradients = ("position", "token_loss", "cached", "none")
     add_choice(
-        group, "--per", gradients, "which gradient; none records activations only", "position"
+        group, "--per", gradients, "gradient to measure; none records activations only", "position"
     )
     add_several(group, "--layers", "layers to watch")
     add_number(group, "--voxel", 64, "units per voxel")
-    add_choice(group, "--loss", ("generated", "all"), "which tokens the loss counts")
+    add_choice(
+        group,
+        "--loss",
+        ("generated", "all"),
+        "tokens that the loss counts (default: generated, if any)",
+    )
     add_switch(group, "--heads", "also record what each head writes")
     add_text(group, "--tensors", "layers whose tensors are kept in full", "PATTERN")
     group.add_argument(
@@ -104,10 +117,10 @@ def _add_measurement(group: Any) -> None:
         help="tokens whose mean vector is kept per layer; may be repeated (default: all, generated "
         "and last for a dataset)",
     )
-    text = "scores of every head; with a pattern, also the full attention of those layers"
+    text = "also record scores of every head; with a pattern, the full attention of those layers"
     add_text(group, "--attention", text, "PATTERN", nargs="?", const=True, default=False)
-    add_switch(group, "--lens", "what each block would predict next")
-    add_switch(group, "--experts", "which experts each token is sent to")
+    add_switch(group, "--lens", "also record what each block would predict next")
+    add_switch(group, "--experts", "also record which experts each token is sent to")
     add_switch(group, "--verify", "generate again without hooks and compare the tokens")
     add_device(group, dtype=True)
 
@@ -165,7 +178,9 @@ def _check_options(options: Namespace) -> None:
     if not alone and options.out is None:
         raise InspectionError("--dataset needs --out NAME.fmri: the folder to write the scan to.")
     if options.temperature is not None and not options.sample:
-        raise InspectionError("--temperature is for --sample; without it decoding is greedy.")
+        raise InspectionError(
+            "--temperature is for --sample; without it decoding is greedy. Add --sample."
+        )
     if alone and options.out is not None and options.out.exists() and not options.overwrite:
         raise InspectionError(
             f"{str(options.out)!r} exists. Choose another folder, or replace it: --overwrite."
@@ -193,7 +208,7 @@ def _check_picture(path: Path) -> None:
 
 
 def _device(wanted: str | None) -> str | None:
-    """The device of this process: torchrun's, each its own GPU."""
+    """Return the device of this process: torchrun's, each its own GPU."""
     rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{rank}" if wanted == "cuda" and rank is not None else wanted
 
@@ -243,7 +258,7 @@ def _scan_prompt(
 
 
 def summary(scan: Scan) -> dict[str, Any]:
-    """A scan of one sequence as plain data: the text, its checks, and medians per layer.
+    """Return a scan of one sequence as plain data: the text, its checks, and medians per layer.
 
     `positions` says how many tokens each median is over: of a gradient, those the loss reaches.
     """
@@ -343,7 +358,7 @@ def _processes() -> Iterator[None]:
 
 
 def _gather(own: DatasetScan) -> list[DatasetScan] | None:
-    """What all processes did, in the first of them; None in the others, which say nothing."""
+    """Return what all processes did, in the first one; None in the others, which say nothing."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [own]
     first = torch.distributed.get_rank() == 0

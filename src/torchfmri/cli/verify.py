@@ -1,4 +1,8 @@
-"""The command `torchfmri verify`."""
+"""The command `torchfmri verify`: prove the backward pass of every layer, or name the wrong one.
+
+`cli/commands` calls `add_arguments` and `run`; the work is `verify_gradients` of `_verify`.
+Options, the keys of `--json` and the exit code (1 where a layer is wrong) are public.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from torchfmri.cli.options import (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri verify`."""
+    """Add the options of `torchfmri verify`."""
     add_subject(parser)
     add_several(parser, "--layers", "verify these layers only, for example '*.mlp'")
     add_several(parser, "--expected", "layers whose gradient differs on purpose")

@@ -1,4 +1,8 @@
-"""The command `torchfmri view`: scans, a contrast, or a training run in a browser."""
+"""The command `torchfmri view`: scans, a contrast, or a training run in a browser.
+
+`chat`, `scan --live` and others take the options of their page from here, so that every command
+that serves one has the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a Monitor inside a trainer has found, said when it happens."""
+"""Tell the user what a Monitor inside a trainer has found, when it happens.
+
+Both callbacks (`huggingface`, `lightning`) call these functions after each step. A finding is said
+once, as a `FindingWarning`, so that it is not lost in a log of thousands of lines.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def warn_of_findings(monitor: Monitor) -> None:
 
 
 def first_nonfinite_step(monitor: Monitor) -> int | None:
-    """The first step with a loss or gradients that were not finite; None if there is none."""
+    """Return the first step whose loss or gradients were not finite; None if there is none."""
     held = [step.number for step in monitor.history if "nonfinite" in step.scalars]
     found = [
         each.step

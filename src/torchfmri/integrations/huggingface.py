@@ -1,4 +1,9 @@
-"""A Monitor in Hugging Face's Trainer: `Trainer(..., callbacks=[MonitorCallback()])`."""
+"""A Monitor in Hugging Face's Trainer: `Trainer(..., callbacks=[MonitorCallback()])`.
+
+Public, and imported by its own name, because it needs transformers. The Trainer calls the `on_...`
+methods; which of them runs when is theirs to say, so a step that was begun and never ended is
+dropped and not recorded. The model is unwatched whenever training ends, also by an error.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,10 @@ class MonitorCallback(TrainerCallback):
         """Make the Monitor, or go on with the one of the last `train()`."""
         self._leave(finished=False)
         if model is None:
-            raise InspectionError("The Trainer handed no model to its callbacks.")
+            raise InspectionError(
+                "The Trainer handed no model to its callbacks. Put a Monitor around your own loop "
+                "instead: Monitor(model, optimizer)."
+            )
         if self.monitor is None or self.monitor.model is not model:
             self.monitor = Monitor(model, **self._options)
             for write in self._writers or self._summaries(args, state):
@@ -66,20 +74,20 @@ class MonitorCallback(TrainerCallback):
         return [write for run in runs if (write := writer_for(run)) is not None]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to watch."""
+        """Begin to watch a step."""
         self._leave(finished=False)
         if self.monitor is not None:
             self._step = self.monitor.step()
             self._step.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The optimizer has stepped."""
+        """End the step that the optimizer has just taken, and warn of findings."""
         self._leave(finished=True)
         if self.monitor is not None:
             warn_of_findings(self.monitor)
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say so, once, if the Trainer's log hides a loss that is not finite."""
+        """Warn once if the Trainer's log hides a loss that is not finite."""
         if self._warned or self.monitor is None or not args.logging_nan_inf_filter:
             return
         step = first_nonfinite_step(self.monitor)
@@ -94,7 +102,7 @@ class MonitorCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove what may be left."""
+        """Remove the hooks of a step that did not end."""
         self._leave(finished=False)
 
     def _leave(self, finished: bool) -> None:

@@ -1,4 +1,10 @@
-"""A Monitor in Lightning's Trainer: `Trainer(..., callbacks=[MonitorCallback()])`."""
+"""A Monitor in Lightning's Trainer: `Trainer(..., callbacks=[MonitorCallback()])`.
+
+Public, and imported by its own name, because it needs lightning. The Trainer calls the `on_...`
+methods. Lightning divides the loss by the number of micro-batches before its backward pass; the
+Monitor is told the loss that the user returned. Hooks are removed when training ends, also by an
+error.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class MonitorCallback(Callback):
         self._options = check_options(options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach."""
+        """Make the Monitor, if there is none for this model, and attach it."""
         self._detach()
         if self.monitor is None or self.monitor.model is not pl_module:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -59,12 +65,12 @@ class MonitorCallback(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """See the batch, to be kept if the step is an incident."""
+        """Tell the Monitor the batch, which it keeps if the step is an incident."""
         if self.monitor is not None:
             self.monitor.batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """See the loss, which Lightning has divided by the number of micro-batches."""
+        """Tell the Monitor the loss, which Lightning divided by the number of micro-batches."""
         if self.monitor is not None:
             self.monitor.loss(loss.detach() * trainer.accumulate_grad_batches)
 

@@ -50,6 +50,7 @@ class _Summary:
         self._images = images if find_spec("matplotlib") is not None else 0
         self._history = History(with_histograms=0)
         self._count = 0
+        self._broken = False
 
     def numbers(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
         """The numbers of a step by name."""
@@ -68,7 +69,11 @@ class _Summary:
             found,
         )  # fmt: skip
         self._count += 1
-        if self._count != _FIRST_IMAGE and self._count % self._images:
+        # A run that breaks often ends soon, and its last picture must show where it broke.
+        bad = step.has_loss and math.isnan(step.loss)
+        bad = bad or any(each.nan for each in found.values())
+        broke, self._broken = bad and not self._broken, bad or self._broken
+        if not broke and self._count != _FIRST_IMAGE and self._count % self._images:
             return {}
         known = {series.what for series in self._history.series}
         known |= {UPDATES} if step.parameters else set()

@@ -6,9 +6,8 @@ routing as two streams. A new Goodness is a function in `goodness`. `experiment`
 is not imported from here.
 """
 
-from torchfmri.routing.block import MoIETransformerBlock, Prototypes
+from torchfmri.routing.block import KeyValueCache, MoIETransformerBlock, Prototypes
 from torchfmri.routing.goodness import agreement, harmony, helpfulness, worth, worth_over_tokens
-from torchfmri.routing.key_value_cache import KeyValueCache
 from torchfmri.routing.language_model import RoutingConfig, RoutingLanguageModel
 from torchfmri.routing.learning_dynamics import (
     LearningDynamics,

@@ -1,4 +1,10 @@
-"""A transformer block of four SparseProtoLinear layers."""
+"""A transformer block of four SparseProtoLinear layers, with its rotary positions and its cache.
+
+`RoutingLanguageModel` stacks these blocks. `MoIETransformerBlock`, `Prototypes` and `KeyValueCache`
+are public; the names of a block's parameters are in saved checkpoints and must not change. With a
+cache, tokens read one by one must give the same logits as tokens read together, which
+`test_routing.py` checks.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,56 @@ from torch.nn import functional as F
 
 from torchfmri._arguments import check_number
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.key_value_cache import KeyValueCache
-from torchfmri.routing.rotary import Rotary, rotary
 from torchfmri.routing.sparse_proto_linear import SparseProtoLinear
+
+
+class KeyValueCache:
+    """Keys and values of earlier tokens; each forward pass appends its own.
+
+    Examples:
+        >>> import torch
+        >>> cache = KeyValueCache()
+        >>> keys, values = cache.append(0, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+        >>> cache.length
+        3
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """The number of tokens read so far."""
+        return next(iter(self._kept.values()))[0].shape[2] if self._kept else 0
+
+    def append(self, block: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values of a block, and return all so far, (b, heads, s, head size)."""
+        if block in self._kept:
+            before = self._kept[block]
+            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+        self._kept[block] = keys, values
+        return keys, values
+
+
+class Rotary(NamedTuple):
+    """The cosines and sines of the angles, (b, 1, s, head size)."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Return x (b, heads, s, head size) turned by the angles, in the dtype that x has."""
+        first, second = x.chunk(2, -1)
+        turned = x * self.cosine + torch.cat((-second, first), -1) * self.sine
+        return turned.to(x.dtype)
+
+
+def rotary(positions: Tensor, head_size: int, base: float = 10_000.0) -> Rotary:
+    """Return the angles of these positions, (b, s), for heads of an even size."""
+    steps = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None, :, None] * base ** (-steps / head_size)
+    angles = torch.cat((angles, angles), -1)
+    return Rotary(angles.cos(), angles.sin())
 
 
 class Prototypes(NamedTuple):
@@ -25,7 +78,7 @@ class Prototypes(NamedTuple):
 
 
 class BlockContext(NamedTuple):
-    """What all blocks of one forward pass share.
+    """The values that all blocks of one forward pass share.
 
     Attributes:
         rotary: The angles of the positions.
@@ -39,7 +92,7 @@ class BlockContext(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What a block hands on."""
+    """The output of a block, which the next block receives."""
 
     hidden: Tensor
     prototypes: Prototypes
@@ -76,7 +129,7 @@ class MoIETransformerBlock(nn.Module):
         context: BlockContext | None = None,
         inherited: Prototypes | None = None,
     ) -> BlockOutput:
-        """The residual stream after this block, and the prototypes it used.
+        """Return the residual stream after this block, and the prototypes it used.
 
         Args:
             hidden: (b, s, i).
@@ -99,7 +152,7 @@ class MoIETransformerBlock(nn.Module):
         return BlockOutput(hidden + self.output(joined, of[3]), self.prototypes(inherited))
 
     def prototypes(self, inherited: Prototypes | None = None) -> Prototypes:
-        """The prototypes in use, given those of the block before."""
+        """Return the prototypes in use, given those of the block before."""
         layers = (self.query, self.key, self.value, self.output)
         of = inherited or (None, None, None, None)
         return Prototypes(
@@ -111,7 +164,7 @@ class MoIETransformerBlock(nn.Module):
         return BlockContext(rotary(positions[None], self.head_size))
 
     def _split(self, x: Tensor) -> Tensor:
-        """(b, s, heads * head size) -> (b, heads, s, head size)."""
+        """Return x (b, s, heads * head size) as (b, heads, s, head size)."""
         return x.view(*x.shape[:-1], self.heads, self.head_size).transpose(1, 2)
 
 

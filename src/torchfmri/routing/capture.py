@@ -1,4 +1,11 @@
-"""CAPTURE: the sink that keeps x, g and y of every SparseProtoLinear call, by layer and call."""
+"""CAPTURE: the sink that keeps x, g and y of every SparseProtoLinear call, by layer and call.
+
+`LearningDynamics` and `map_prototypes` attach one, run a backward pass and `take` its calls. Inputs
+are known in the forward pass and gradients in the backward pass, in whatever order; they are joined
+by layer and number of the call. Tensors are kept detached and are forgotten after each `take`:
+otherwise a training run would grow. An error inside a hook is raised by `take`, after the user's
+own backward pass is through.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ COMPUTATION = ".computation"
 
 @dataclass(slots=True)
 class _Call:
-    """What is known of one call so far."""
+    """The parts of one call that are known so far."""
 
     x: Tensor | None = None
     inherited: Tensor | None = None
@@ -95,7 +102,7 @@ class RoutingCapture(Sink):
         self._forget()
 
     def take(self) -> list[Captured]:
-        """The calls that a gradient came back to, in order of layer and call; then forget them."""
+        """Return the calls that a gradient came back to, by layer and call, and forget them."""
         try:
             if self._error is not None:
                 raise self._error
@@ -154,35 +161,35 @@ class RoutingCapture(Sink):
             found.mask = mask.kept
 
     def _shared(self, x: Tensor) -> Tensor:
-        """The input detached; the same object for the same tensor, by which its norm is shared."""
+        """Return the input detached: one object per tensor, so that its norm is computed once."""
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
         return self._inputs.setdefault(place, x.detach())
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
-        """The masked output of a layer."""
+        """Keep the masked output of a layer."""
         if not call.layer.endswith(COMPUTATION):
             self._calls.setdefault(call, _Call()).y = elements[0].tensor.detach()
 
     def gradient(
         self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
     ) -> None:
-        """dL/d computation output; several passes through one graph add up."""
+        """Keep dL/d computation output; several passes through one graph add up."""
         key = CallKey(call.layer.removesuffix(COMPUTATION), call.number)
         found = self._calls.get(key)
         if found is not None and gradient is not None:
             found.g = gradient if found.g is None else found.g + gradient
 
     def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
-        """The gradient that a pass brought to a weight."""
+        """Keep the gradient that a pass brought to a weight."""
         if name == "weight":
             layer = layer.removesuffix(COMPUTATION)
             before = self._totals.get(layer)
             self._totals[layer] = tensor.clone() if before is None else before + tensor
 
     def missed(self, layer: str, what: str, reason: str) -> None:
-        """A layer could not be tapped: its signals would be missing without anybody knowing."""
+        """Keep an error for `take`: without these signals the training would be another one."""
         self._error = self._error or InspectionError(f"No signals of layer {layer!r}: {reason}")
 
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
-        """An error of ours: raised by `take`, after the user's backward pass is through."""
+        """Keep an error of ours, which `take` raises after the user's backward pass is through."""
         self._error = self._error or error

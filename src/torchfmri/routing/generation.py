@@ -1,4 +1,8 @@
-"""Token by token: greedy or sampled, with the cache or without."""
+"""Generate token by token: greedy or sampled, with the cache or without.
+
+`RoutingLanguageModel.generate` calls `generate`. With and without a cache it writes the same
+tokens, which `test_routing.py` checks; `use_cache=False` is the slow way to compare with.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torchfmri.exceptions import InspectionError
 
 
 class Sampling(NamedTuple):
-    """How to draw a token."""
+    """The options of drawing a token."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -30,7 +34,7 @@ def generate(
     ending: tuple[int, int | None] | None,
     use_cache: bool,
 ) -> Tensor:
-    """The prompt and what follows it, (b, s + new).
+    """Return the prompt and what follows it, (b, s + new).
 
     Args:
         model: Called with input_ids, attention_mask, past_key_values and use_cache.

@@ -1,4 +1,9 @@
-"""A small causal language model of MoIETransformerBlocks."""
+"""A small causal language model of MoIETransformerBlocks.
+
+It is called like a causal model of Transformers, so that `torchfmri.scan` and the experiment can
+use it without a special case. `RoutingConfig` and `RoutingLanguageModel` are public; the names of
+submodules are in saved checkpoints and must not change.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,14 @@ from torch.nn import functional as F
 
 from torchfmri._arguments import check_number, require
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.block import BlockContext, MoIETransformerBlock, check_heads
+from torchfmri.routing.block import (
+    BlockContext,
+    KeyValueCache,
+    MoIETransformerBlock,
+    check_heads,
+    rotary,
+)
 from torchfmri.routing.generation import Sampling, generate
-from torchfmri.routing.key_value_cache import KeyValueCache
-from torchfmri.routing.rotary import rotary
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class RoutingConfig:
 
 
 class LanguageModelOutput(NamedTuple):
-    """What a forward pass brings.
+    """The output of a forward pass.
 
     Attributes:
         loss: Mean cross entropy of the labels; None without labels.
@@ -97,7 +106,7 @@ class RoutingLanguageModel(nn.Module):
         past_key_values: KeyValueCache | None = None,
         use_cache: bool = False,
     ) -> LanguageModelOutput:
-        """Logits, with the loss where labels are given.
+        """Return logits, and the loss if labels are given.
 
         Args:
             input_ids: (b, s).
@@ -161,19 +170,19 @@ class RoutingLanguageModel(nn.Module):
         use_cache: bool = True,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The prompt and what follows it, (b, s + new).
+        """Return the prompt and what follows it, (b, s + new).
 
         Args:
             input_ids: (b, s); pad on the left, with an attention_mask.
             max_new_tokens: How many tokens to add at most.
             attention_mask: (b, s), 0 where the prompt is padding.
             do_sample: Draw tokens instead of taking the likeliest.
-            temperature: Of the drawing.
+            temperature: Divides the logits before drawing.
             top_k: Draw among so many only.
             eos_token_id: Ends a sequence; generation stops when all have ended.
             pad_token_id: Fills what has ended; by default the ending itself.
             use_cache: Read every token once; without it the result is the same, and slow.
-            generator: Of the drawing.
+            generator: Random numbers for drawing.
         """
         sampling = Sampling(temperature, top_k, generator) if do_sample else None
         ending = None if eos_token_id is None else (eos_token_id, pad_token_id)

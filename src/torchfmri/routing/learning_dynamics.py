@@ -1,4 +1,11 @@
-"""WIRE: one backward pass for two streams: computation by the main loss, routing by Goodness."""
+"""WIRE: one backward pass for two streams, computation by the main loss and routing by Goodness.
+
+Users put a `LearningDynamics` around their training loop, as the experiment does. It runs the
+user's backward pass, reads the signals of every call (`capture`), and adds the gradients of a meta
+loss to prototypes and gates. Those two kinds of parameters must be reached by nothing else in
+mode="strict", and the meta loss must reach no other parameter: `test_routing_steps.py` checks both.
+With a scaler, accumulation or DDP the result is that of one plain step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +42,7 @@ MODES = ("strict", "joint")
 
 
 class StepResult(NamedTuple):
-    """What one pass brought.
+    """The result of one pass.
 
     Attributes:
         loss: The main loss.
@@ -71,7 +78,7 @@ class LearningDynamics(Attached):
 
     Attributes:
         history: A `History` with the series "activation_rate" of every layer, over its units.
-        signals: Those of the last pass by layer and call, with `keep_signals`.
+        signals: The signals of the last pass by layer and call, with `keep_signals`.
         step: How many steps were taken.
         ready: Whether the gradients of a step are complete, and wait for `apply_gradients`.
 
@@ -140,7 +147,7 @@ class LearningDynamics(Attached):
     # -- a step --------------------------------------------------------------------------------
 
     def compute_and_apply_gradients(self, loss: Tensor) -> StepResult:
-        """One standard backward pass of `loss`, both streams' gradients, and a step of each.
+        """Run one backward pass of `loss` for both streams, and take a step of each optimizer.
 
         Raises:
             InspectionError: The forward pass did not run inside the `with` block, or `loss` is not
@@ -150,7 +157,7 @@ class LearningDynamics(Attached):
         return result._replace(applied=self.apply_gradients()) if self.ready else result
 
     def compute_gradients(self, loss: Tensor) -> StepResult:
-        """The first half of `compute_and_apply_gradients`: gradients, and no step.
+        """Run the first half of `compute_and_apply_gradients`: gradients, and no step.
 
         Once `ready`, `.grad` of all parameters is what the optimizers will be given, without the
         factor of a scaler: clip it or look at it, then call `apply_gradients`.
@@ -251,7 +258,7 @@ class LearningDynamics(Attached):
 
 
 def routing_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Prototypes and gates, each once: what the meta optimizer trains."""
+    """Return prototypes and gates, each once: what the meta optimizer trains."""
     check_module("model", model)
     return _unique(
         parameter
@@ -262,7 +269,7 @@ def routing_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def computation_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All other parameters, each once: what the main loss trains."""
+    """Return all other parameters, each once: what the main loss trains."""
     routing = set(map(id, routing_parameters(model)))
     return [each for each in _unique(unwrap(model).parameters()) if id(each) not in routing]
 
@@ -304,7 +311,7 @@ def _unscaled(each: Captured, scale: Tensor | float) -> Captured:
 
 
 def _route_again(each: Captured) -> Routing:
-    """The routing of a call as a function of prototypes and gates alone, in their own precision.
+    """Return the routing of a call as a function of prototypes and gates alone.
 
     Inherited prototypes are sums of parameters; their graph outlives the backward pass because a
     sum keeps nothing.
@@ -315,7 +322,7 @@ def _route_again(each: Captured) -> Routing:
 
 
 def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """That of DDP; None for a model that trains alone."""
+    """Return the process group of DDP; None for a model that trains alone."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
     group: dist.ProcessGroup = model.process_group
@@ -349,7 +356,7 @@ def _summed_over_processes(
 def _averaged_over_processes(
     gradients: tuple[Tensor | None, ...], group: dist.ProcessGroup | None
 ) -> list[Tensor | None]:
-    """Their mean over the processes, as DDP itself does with the main loss's."""
+    """Return the mean gradients over the processes, as DDP computes those of the main loss."""
     if group is None:
         return list(gradients)
     known = [each for each in gradients if each is not None]

@@ -1,4 +1,10 @@
-"""What the routing parameters learn from: a number per call, of its routing and its signals."""
+"""What the routing parameters learn from: a number per call, of its routing and its signals.
+
+`LearningDynamics` calls a meta loss for every call of a layer and adds the numbers up. Any function
+(routing, signals) -> scalar will do; `Divergence` and `Price` are the two of the experiment and are
+public. Gradients must flow into `routing` alone: signals are what it is compared with. Padding
+never counts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +56,7 @@ class Divergence:
             raise InspectionError(f"over={self.over!r}: choose one of {known}.")
 
     def __call__(self, routing: Routing, signals: Signals) -> Tensor:
-        """The divergence, with a gradient to the routing alone."""
+        """Return the divergence, with a gradient to the routing alone."""
         with torch.no_grad():
             good = self.goodness(signals)
             if good.shape != routing.logits.shape:
@@ -74,7 +80,7 @@ class Divergence:
 
 
 def _felt(signals: Signals, good: Tensor) -> Tensor:
-    """The tokens whose gradient is more than rounding, and that some unit is good for, (b, s)."""
+    """Return (b, s) whether a token's gradient is more than rounding and a unit is good for it."""
     largest = signals.relevance.amax(-1)
     rounding = 16 * torch.finfo(largest.dtype).eps * largest.amax()
     return (largest > rounding) & (good > 0).any(-1)
@@ -97,7 +103,7 @@ class Price:
         check_real("weight", self.weight, "give a number, such as 1.0")
 
     def __call__(self, routing: Routing, signals: Signals) -> Tensor:
-        """The price of all routes of this call."""
+        """Return the price of all routes of this call."""
         if signals.mask is None:
             return self.weight * routing.weights.mean()
         kept = signals.mask[..., None]

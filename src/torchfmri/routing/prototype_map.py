@@ -1,4 +1,8 @@
-"""Prototypes on a plane: two principal components, and which of them are good, bad or inactive."""
+"""Put prototypes on a plane: two principal components, and which are good, bad or inactive.
+
+`TrainingRun` keeps these maps in its result, and `plot_prototypes` draws them. `PrototypeMap` is
+public, and its fields stand in result files. The model's gradients are as they were before.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ class PrototypeMap(NamedTuple):
 def map_prototypes(
     model: nn.Module, ids: Tensor, labels: Tensor, goodness: Goodness = worth
 ) -> list[PrototypeMap]:
-    """One map per layer, from the signals of one batch; gradients are as they were before.
+    """Return one map per layer, from the signals of one batch; gradients are as they were before.
 
     Args:
         model: Called with (ids, labels=labels), which returns a `loss`.
@@ -80,7 +84,7 @@ def _map(each: Captured, goodness: Goodness) -> PrototypeMap:
 
 
 def principal_plane(rows: Tensor) -> tuple[Tensor, float]:
-    """Rows on their two principal components, (n, 2), and the share of variance these have."""
+    """Return rows on their two principal components, (n, 2), and the share of variance in them."""
     centred = (rows - rows.mean(0)).double().cpu()
     _, sizes, directions = torch.linalg.svd(centred, full_matrices=False)
     directions = directions[:2]

@@ -1,8 +1,9 @@
-"""How routing develops: series of a Monitor's History, so that whatever shows one shows routing.
+"""Keep how routing develops as series of a `History`, so that whatever shows one shows routing.
 
-Each series holds statistics over the units of a layer. In "activation_rate" the mean is the share
-of units that are on, and the zeros are the units that no token reached; in "selectivity" it is how
-much a unit's rate differs between tasks.
+`LearningDynamics` and `TrainingRun` append to it. Each series holds statistics over the units of a
+layer. In "activation_rate" the mean is the share of units that are on, and the zeros are the units
+that no token reached; in "selectivity" it is how much a unit's rate differs between tasks. The
+names of the series, and the keys of `history_to_data`, stand in result files.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def append_rates(history: History, step: int, loss: float, rates: Mapping[str, T
 
 
 def selectivity(rates: Tensor) -> Tensor:
-    """The standard deviation over tasks of each unit's activation rate, (task, o) -> (o,)."""
+    """Return the standard deviation over tasks of each unit's rate, (task, o) -> (o,)."""
     return rates.std(0, correction=0)
 
 
 def history_to_data(history: History) -> dict[str, Any]:
-    """A history of routing as plain data; `history_from_data` makes it one again."""
+    """Return a history of routing as plain data; `history_from_data` makes it one again."""
     return {
         "series": [list(series) for series in history.series],
         "steps": [step.number for step in history],
@@ -64,7 +65,7 @@ def history_to_data(history: History) -> dict[str, Any]:
 
 
 def history_from_data(data: Mapping[str, Any], length: int = 1000) -> History:
-    """The history that `history_to_data` wrote, without histograms."""
+    """Return the history that `history_to_data` wrote, without histograms."""
     history = History(length)
     series = [Series(*each) for each in data["series"]]
     for number, loss, table in zip(data["steps"], data["loss"], data["tables"], strict=True):

@@ -1,4 +1,9 @@
-"""The two functions of the meta stream: MAS, and the divergence of what it scales."""
+"""The two functions of the meta stream: MAS, and the divergence of what it scales.
+
+The layer itself, the Goodness functions and `Divergence` use them. `mas` and `jensen_shannon` are
+public. All of them return 0 and never NaN where everything is 0, which happens for tokens that
+reach no unit; hence the divisions by at least the smallest positive number.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ TOKENS_AND_UNITS = (-3, -2, -1)
 
 
 def mas(x: Tensor, over: tuple[int, ...] = UNITS) -> Tensor:
-    """ReLU(x / max|x|): non-negative, at most 1, and 0 where everything is 0.
+    """Return ReLU(x / max|x|): non-negative, at most 1, and 0 where everything is 0.
 
     Args:
         x: (b, s, o), or anything else with units last.
@@ -23,7 +28,7 @@ def mas(x: Tensor, over: tuple[int, ...] = UNITS) -> Tensor:
 
 
 def shares(x: Tensor, over: tuple[int, ...] = UNITS) -> Tensor:
-    """MAS(x) divided by its sum, so that it adds up to 1; 0 where everything is 0 or negative.
+    """Return MAS(x) divided by its sum, which adds up to 1; 0 if everything is 0 or negative.
 
     The maximum cancels against the sum and is not computed.
     """
@@ -32,13 +37,13 @@ def shares(x: Tensor, over: tuple[int, ...] = UNITS) -> Tensor:
 
 
 def jensen_shannon(p: Tensor, q: Tensor, over: tuple[int, ...] = UNITS) -> Tensor:
-    """The Jensen-Shannon divergence of two distributions, in nats (0 to log 2).
+    """Return the Jensen-Shannon divergence of two distributions, in nats (0 to log 2).
 
     The gradient goes to p; q is what p is compared with.
 
     Args:
         p: Non-negative, adding up to 1 over the axes `over`.
-        q: Likewise.
+        q: The distribution to compare with, likewise.
         over: The axes of one distribution.
     """
     tiny = torch.finfo(p.dtype).tiny

@@ -1,4 +1,10 @@
-"""What one call of a SparseProtoLinear says about every token and unit, after a backward pass."""
+"""What one call of a SparseProtoLinear says about every token and unit, after a backward pass.
+
+`LearningDynamics` makes a `Signals` from what `capture` kept and hands it to the Goodness
+functions. Nothing of size (b, s, o, i) is formed: the gradient of token t in unit o is g_to x_t, so
+norms and dot products have closed forms. `test_routing_signals.py` compares them with the formed
+tensors in float64. `Signals` is public.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ SIGNALS = (TOKEN, AGGREGATE)
 
 @dataclass(frozen=True)
 class Factors:
-    """What was captured of one call; the gradient of token t in unit o is g_to x_t.
+    """The tensors captured of one call; the gradient of token t in unit o is g_to x_t.
 
     Attributes:
         x: The input of the computation, (b, s, i).
@@ -71,7 +77,7 @@ class Signals:
 
     @property
     def effect(self) -> Tensor:
-        """How much smaller the loss is with the unit on than off, to first order, (b, s, o).
+        """By how much the loss is smaller with the unit on than off, to first order, (b, s, o).
 
         -(dL/d weight) weight = -(dL/d masked output) (masked output): positive where a unit helps.
         """
@@ -113,7 +119,7 @@ def read_signals(
     signal: str,
     route: Callable[[], Tensor],
 ) -> Signals:
-    """The signals of one call.
+    """Return the signals of one call.
 
     Args:
         call: Which.
@@ -147,7 +153,7 @@ def read_signals(
 
 
 def require_signal(signal: str) -> str:
-    """`signal`, if there is such a thing."""
+    """Return `signal`, or raise if there is no such signal."""
     if signal not in SIGNALS:
         raise InspectionError(f"signal={signal!r}: choose one of {', '.join(map(repr, SIGNALS))}.")
     return signal

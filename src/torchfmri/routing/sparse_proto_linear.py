@@ -1,4 +1,10 @@
-"""A linear layer whose output units are switched on token by token."""
+"""A linear layer whose output units are switched on token by token.
+
+`MoIETransformerBlock` uses four of them, and users may put them into models of their own. The
+class is public, and the names of its parameters and submodules stand in checkpoints. The
+definition of `route` is what papers and results refer to: a variant of it is another class.
+`computation_output` does nothing, so that mu(x) and its gradient can be watched under its name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from torchfmri.routing.scaling import mas
 
 
 class Routing(NamedTuple):
-    """Which units of a layer each token goes through.
+    """The routing of a call: which units each token goes through.
 
     Attributes:
         logits: (b, s, o): match minus cost.
@@ -73,11 +79,11 @@ class SparseProtoLinear(nn.Module):
         nn.init.normal_(self.gate, std=1 / math.sqrt(self.in_features))
 
     def effective_prototypes(self, inherited: Tensor | None = None) -> Tensor:
-        """The prototypes in use, (o, i): this layer's own, and those it builds upon."""
+        """Return the prototypes in use, (o, i): this layer's own, and those it builds upon."""
         return self.prototypes if inherited is None else self.prototypes + inherited
 
     def route(self, x: Tensor, inherited: Tensor | None = None) -> Routing:
-        """Which units each token of x goes through.
+        """Return which units each token of x goes through.
 
         Args:
             x: (b, s, i).
@@ -89,7 +95,7 @@ class SparseProtoLinear(nn.Module):
         return Routing(logits, mas(logits))
 
     def forward(self, x: Tensor, inherited: Tensor | None = None) -> Tensor:
-        """The output, (b, s, o), with zeros where a unit is off."""
+        """Return the output, (b, s, o), with zeros where a unit is off."""
         computed = self.computation_output(self.computation(x))
         if self.in_features == self.out_features:
             computed = x + computed
@@ -97,5 +103,5 @@ class SparseProtoLinear(nn.Module):
         return weighted
 
     def extra_repr(self) -> str:
-        """The sizes, for printing."""
+        """Return the sizes, for printing."""
         return f"in_features={self.in_features}, out_features={self.out_features}"

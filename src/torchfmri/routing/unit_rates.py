@@ -1,4 +1,8 @@
-"""How often every unit is on, by task."""
+"""Count how often every unit is on, by task.
+
+`TrainingRun` measures activation and selectivity with a `UnitRates`, which is public. A unit is on
+where the layer's output is not 0. Padding does not count.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ class UnitRates(Sink):
     # -- what the taps call --------------------------------------------------------------------
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
-        """The masked output of a layer: not 0 where a unit is on."""
+        """Count the units that are on in the masked output of a layer: where it is not 0."""
         on = (elements[0].tensor.detach() != 0).float()
         counted = on.new_ones(on.shape[:2]) if self._mask is None else self._mask
         assert self._chosen is not None
@@ -83,9 +87,9 @@ class UnitRates(Sink):
         self._tokens[layer] = tokens + self._tokens.get(layer, 0)
 
     def missed(self, layer: str, what: str, reason: str) -> None:
-        """A layer that cannot be counted."""
+        """Raise for a layer whose outputs cannot be read."""
         raise InspectionError(f"The units of layer {layer!r} cannot be counted: {reason}")
 
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
-        """An error of ours comes through."""
+        """Raise an error of ours: nothing of the user's runs here."""
         raise error

@@ -9,7 +9,7 @@ attributions. The other files with an underscore draw what they are given as arr
 
 from torchfmri.visualization import history_plots, plots
 from torchfmri.visualization._brain import Band, Brain, draw_brain
-from torchfmri.visualization._colour_scale import meaning, scale_colours, tops
+from torchfmri.visualization._colour_scale import meaning, scale_colours
 from torchfmri.visualization._figure import (
     MOST_LINES,
     axes_or_new,
@@ -48,24 +48,7 @@ from torchfmri.visualization.routing_plots import (
 )
 
 __all__ = [
-    "MOST_LINES",
-    "Band",
-    "Brain",
-    "LesionPicture",
-    "Line",
-    "PatchPicture",
-    "TokenTrack",
-    "axes_or_new",
-    "check_picture",
-    "draw_brain",
-    "draw_lesions",
-    "draw_lines",
-    "draw_patches",
-    "escape",
     "history_plots",
-    "in_context",
-    "meaning",
-    "new_figure",
     "plot_activation",
     "plot_attention",
     "plot_compare",
@@ -81,10 +64,5 @@ __all__ = [
     "plot_token_bars",
     "plot_tradeoff",
     "plots",
-    "save",
     "save_figure",
-    "scale_colours",
-    "scale_wide",
-    "token_label",
-    "tops",
 ]

@@ -1,4 +1,9 @@
-"""The brain of a scan: layers down, tokens across, one colour for each of their values."""
+"""Draw the brain of a scan: layers down, tokens across, one colour for each value.
+
+`_scan/pictures` and the room `_compare` fill in a `Brain` and call `draw_brain`. This file knows
+arrays and labels, nothing of scans or models. Sizes and colours may change freely. A cell without a
+value is hatched and must not look like a small value.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torchfmri.visualization._colour_scale import (
     ColourScale,
     pool_rows,
     scale_colours,
+    scale_from,
     ticks_between,
 )
 from torchfmri.visualization._figure import GREY, escape
@@ -60,7 +66,7 @@ class Band(NamedTuple):
 
 
 class Brain(NamedTuple):
-    """What to draw.
+    """The picture of a scan, as arrays and labels.
 
     Attributes:
         bands: From top to bottom.
@@ -74,7 +80,8 @@ class Brain(NamedTuple):
         beside: Whether the subtitle stands beside the title.
         remark: What to say below the texts.
         mark: (row, s) of a value to draw a ring around; None for none.
-        top: The brightest colour stands for this value at least.
+        unit: Where the colours begin: values up to it are the darkest, and beyond it colours follow
+            the logarithm. 0 for a scale that is made of the values.
     """
 
     bands: Sequence[Band]
@@ -88,17 +95,17 @@ class Brain(NamedTuple):
     beside: bool = False
     remark: str = ""
     mark: tuple[int, int] | None = None
-    top: float = 0.0
+    unit: float = 0.0
 
     @property
     def inches(self) -> tuple[float, float]:
-        """How wide and high the map itself is best."""
+        """The best width and height of the map itself."""
         wide = min(max(_TOKEN * len(self.tokens), _NARROWEST), _WIDEST)
         return wide, float(band_edges(self.bands, self.most_inches)[-1][1])
 
     @property
     def figure_inches(self) -> tuple[float, float]:
-        """How wide and high the figure is best: the map with what is written around it."""
+        """The best width and height of the figure: the map and the text around it."""
         wide, high = self.inches
         return wide + 2.9, high + 2.1
 
@@ -138,9 +145,10 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
         text: Whether to write the tokens below.
         surprisal: Whether to draw the track of surprisal above.
     """
-    scale = scale_colours(brain.values, brain.metric, brain.normalise)
-    if brain.top > scale.high:
-        scale = scale._replace(high=brain.top, beyond=scale.beyond.replace("max", "neither"))
+    if brain.unit:
+        scale = scale_from(brain.unit, brain.values, brain.metric)
+    else:
+        scale = scale_colours(brain.values, brain.metric, brain.normalise)
     number = len(brain.tokens)
     edges = band_edges(brain.bands, brain.most_inches)
     images = [

@@ -1,4 +1,10 @@
-"""How the values of a picture become colours, and what its colour bar says."""
+"""Decide how the values of a picture become colours, and what its colour bar says.
+
+`_brain` calls `scale_colours`. The viewer's page follows the same rule, and `test_acceptance.py`
+compares the two: change both or neither. A scale is one for values divided by the top of their row,
+or one for all rows; values beyond its ends are shown by the arrows of the colour bar, never
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +96,9 @@ def scale_colours(
         InspectionError: `normalise` is neither.
     """
     if normalise not in NORMALISE:
-        raise InspectionError(f"normalise={normalise!r} is neither 'layer' nor 'global'.")
+        raise InspectionError(
+            f"normalise={normalise!r} is neither 'layer' nor 'global'. Choose one."
+        )
     numbers = np.asarray(values, dtype=np.float64)
     numbers = np.where(np.isfinite(numbers), numbers, np.nan)
     if metric == "delta_sc":
@@ -109,6 +117,24 @@ def scale_colours(
     if high < _WIDE * low:
         return _clipped(numbers, 0.0, high, False, _label(metric))
     return _clipped(numbers, low, high, True, _label(metric))
+
+
+def scale_from(unit: float, values: npt.NDArray[np.floating[Any]], metric: str) -> ColourScale:
+    """Return colours that follow the logarithm from `unit` to the largest value.
+
+    Values up to `unit` are all the darkest. If none is larger, the scale is linear from 0 to it.
+
+    Args:
+        unit: The largest value that does not count.
+        values: (row, s)
+        metric: What they are.
+    """
+    numbers = np.where(np.isfinite(values), values, np.nan)
+    high = float(np.nanmax(numbers, initial=0.0))
+    if high <= unit:
+        return _clipped(numbers, 0.0, unit, False, f"{meaning(metric)}\n(linear scale)")
+    said = f"{meaning(metric)}\n(log scale; darkest: {unit:g} or less)"
+    return _clipped(numbers, unit, max(high, 10 * unit), True, said)
 
 
 def _label(metric: str, of_row: bool = False) -> str:
@@ -159,7 +185,7 @@ def _largest(rows: Floats) -> Floats:
 
 
 def ticks_between(low: float, high: float) -> Sequence[float]:
-    """Powers of ten on a logarithmic colour bar, with 2 and 5 where there are few."""
+    """Return powers of ten for a logarithmic colour bar, with 2 and 5 if there are few."""
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     digits = (1, 2, 5) if len(powers) <= 3 else (1,)
     found = [digit * 10.0**power for power in powers for digit in digits]

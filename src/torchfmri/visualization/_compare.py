@@ -1,4 +1,9 @@
-"""Two inspections side by side."""
+"""Draw two inspections side by side: `plot_compare`.
+
+`Inspector.plot_compare` and users call it through `plots`. The layout of layers is that of
+`_layout`. Where two layers cannot be compared, words stand in the place of a number ("shapes
+differ"): a gap would be read as "no difference".
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from torchfmri.visualization._figure import (
     escape,
     ink,
     scale_values,
-    split_right,
+    split_off,
 )
 from torchfmri.visualization._layout import (
     LayerLayout,
@@ -67,7 +72,10 @@ def plot_compare(
     shared = [layer for layer in of_a if layer in of_b]
     if not shared:
         examples = [repr(next(iter(found))) for found in (of_a, of_b)]
-        raise InspectionError(f"No layer is in both: {examples[0]} against {examples[1]}.")
+        raise InspectionError(
+            f"No layer is in both: {examples[0]} against {examples[1]}. Watch the same layers in "
+            "both runs."
+        )
     layout = arrange(shared)
     apart = [_relative_difference(a, b, layer, what, names) for layer in layout.layers]
     known = any(value != _NOT_KEPT for value in apart)
@@ -96,7 +104,7 @@ def plot_compare(
     ax.set_title(escape(_title(what, names, (of_a, of_b), shared)), fontsize=11, pad=22)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
     if known:
-        _draw_apart(split_right(ax, 0.28), layout, apart, names)
+        _draw_apart(split_off(ax, 0.28, "right"), layout, apart, names)
     _mark_differences(ax, layout, both, names, what)
     return ax
 
@@ -178,7 +186,7 @@ def _pairs(one: Record, two: Record, what: str) -> list[tuple[Value | None, Valu
 def _draw_apart(
     panel: Axes, layout: LayerLayout, apart: Sequence[float | str], names: tuple[str, str]
 ) -> None:
-    """How far the two are apart, on a logarithmic axis; words where that is not a number."""
+    """Draw how far the two are apart on a logarithmic axis; in words if it is not a number."""
     shown = [math.nan if isinstance(value, str) else value for value in apart]
     panel.plot(shown, layout.places, "D", color=ink(panel), markersize=3)
     finite = [value for value in shown if not math.isnan(value)]

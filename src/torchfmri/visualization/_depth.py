@@ -1,4 +1,8 @@
-"""Statistics over the depth of a model."""
+"""Draw statistics over the depth of a model: `plot_statistics`.
+
+`Inspector.plot_statistics` and users call it through `plots`. Everything is read from statistics,
+so no tensor needs to be kept. Layers that are dead or not finite are marked in words (`_layout`).
+"""
 
 from __future__ import annotations
 

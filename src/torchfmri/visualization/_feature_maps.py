@@ -1,4 +1,9 @@
-"""The channels of a convolution as images."""
+"""Draw the channels of a convolution as images: `plot_feature_maps`.
+
+`Inspector.plot_feature_maps` and users call it through `plots`. It needs the tensors themselves
+(keep="tensors"). All channels share one colour scale, so that they can be compared, and a dead
+channel says so in words.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +96,10 @@ def _images(inspection: Inspection, layer: str, what: str, call: int) -> Any:
         )
     tensor: Tensor = value.tensor
     if tensor.is_complex():
-        raise InspectionError(f"{layer!r} has complex {what}: there is no one picture of them.")
+        raise InspectionError(
+            f"{layer!r} has complex {what}, which no single picture shows. Plot the real part or "
+            "the size of inspection[layer].calls[0].activations[0] yourself."
+        )
     return tensor.detach().to("cpu").double().numpy()
 
 

@@ -1,4 +1,10 @@
-"""What the figures share: axes to draw on, colours, words, scales."""
+"""What all figures share: axes to draw on, colours, words, scales, and how a figure is saved.
+
+Every file of this room imports from here. matplotlib is imported inside functions only, because it
+is an extra and slow to import. A figure is not registered with pyplot, except in a notebook, so
+that plotting in a loop does not fill memory. All text goes through `escape`: "$" in a layer's name
+would start a formula.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,11 @@ import sys
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torchfmri._arguments import require
 from torchfmri._files import new_file
+from torchfmri._text import layer_label, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,13 +45,15 @@ _LINEAR_UP_TO = 30.0
 _DECADES_SHOWN = 6
 
 
-def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> None:
-    """Write a figure to a file, whole or not at all; without an ending it gets matplotlib's.
+def save_figure(drawn: Figure | Axes, path: str | PathLike[str], **options: Any) -> None:
+    """Write a figure, or that of some axes, into a file: whole or not at all.
+
+    A path without an ending gets that of matplotlib's own format.
 
     Raises:
         InspectionError: As `check_picture` does.
     """
-    target = Path(path)
+    target, figure = Path(path), cast("Figure", drawn.figure)
     check_picture("path", target)
     if not target.suffix:
         target = target.with_name(f"{target.name}.{figure.canvas.get_default_filetype()}")
@@ -104,17 +113,34 @@ def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
     return ax
 
 
-def split_right(ax: Axes, share: float) -> Axes:
-    """Return new axes for the right `share` of the space of `ax`, with the same y axis."""
-    figure, spec = ax.figure, ax.get_subplotspec()
+def split_off(ax: Axes, share: float, side: Literal["right", "below"]) -> Axes:
+    """Return new axes for a share of the space of `ax`; the axis between the two is shared."""
+    figure, spec, box = ax.figure, ax.get_subplotspec(), ax.get_position()
+    right, ratios = side == "right", (1 - share, share)
+    shared: dict[str, Any] = {"sharey" if right else "sharex": ax}
     if spec is not None:
-        parts = spec.subgridspec(1, 2, width_ratios=[1 - share, share], wspace=0.06)
-        ax.set_subplotspec(parts[0, 0])
-        return figure.add_subplot(parts[0, 1], sharey=ax)
-    box = ax.get_position()
-    ax.set_position((box.x0, box.y0, box.width * (1 - share - 0.05), box.height))
-    bounds = (box.x1 - box.width * share, box.y0, box.width * share, box.height)
-    return figure.add_axes(bounds, sharey=ax)
+        across: dict[str, Any] = {"width_ratios": ratios, "wspace": 0.06}
+        down: dict[str, Any] = {"height_ratios": ratios, "hspace": 0.02}
+        parts = spec.subgridspec(1, 2, **across) if right else spec.subgridspec(2, 1, **down)
+        ax.set_subplotspec(parts[0])
+        part: Axes = figure.add_subplot(parts[1], **shared)
+        return part
+    width, height = box.width * share, box.height * share
+    if right:
+        ax.set_position((box.x0, box.y0, box.width * 0.95 - width, box.height))
+        return figure.add_axes((box.x1 - width, box.y0, width, box.height), **shared)
+    gap = 0.04 * box.height
+    ax.set_position((box.x0, box.y0 + height + gap, box.width, box.height - height - gap))
+    return figure.add_axes((box.x0, box.y0, box.width, height), **shared)
+
+
+def line_look(index: int, name: str) -> dict[str, Any]:
+    """Return colour, dashes and label of one of up to `MOST_LINES` lines of layers."""
+    return {
+        "color": LINE_COLOURS[index % len(LINE_COLOURS)],
+        "linestyle": DASHES[index // len(LINE_COLOURS) % len(DASHES)],
+        "label": escape(shorten(layer_label(name), 36)),
+    }
 
 
 def panels(
@@ -126,7 +152,7 @@ def panels(
         count: How many.
         most: How many side by side at most.
         inches: The width and height of each.
-        **options: Of `Figure.subplots`.
+        **options: Options of `Figure.subplots`.
     """
     columns = min(most, count)
     rows = -(-count // columns)
@@ -156,7 +182,7 @@ def draw_colour_bar(ax: Axes, image: Any, label: str = "", **options: Any) -> An
         ax: The axes that it stands beside.
         image: What it explains.
         label: What the colours mean.
-        **options: Of `Figure.colorbar`.
+        **options: Options of `Figure.colorbar`.
     """
     bar = ax.figure.colorbar(image, ax=ax, **options)
     bar.set_label(escape(label), fontsize=8)

@@ -1,4 +1,8 @@
-"""Fonts that have the characters of a text; those that none has are replaced and reported."""
+"""Find fonts that have the characters of a text; what none has is replaced and reported.
+
+Pictures with tokens call `fonts_for`. Without it matplotlib draws empty boxes for Chinese or
+Japanese tokens and warns once per character. The order of `_PREFERRED` may change freely.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _PREFERRED = (
 
 
 class Fonts(NamedTuple):
-    """What to write a text with.
+    """The fonts to write a text with.
 
     Attributes:
         families: The fonts in the order in which they are asked for a character.

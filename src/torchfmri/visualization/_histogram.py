@@ -1,4 +1,9 @@
-"""The distribution of one layer's values."""
+"""Draw the distribution of one layer's values: `plot_histogram`.
+
+`Inspector.plot_histogram` and users call it through `plots`. Counts come from the statistics, so no
+tensor needs to be kept. What lies beyond the axis, and a bar that is cut, is written out as a
+number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Layers down the y axis: where each one is drawn, and what is written beside it."""
+"""Lay out layers down the y axis: where each one is drawn, and what is written beside it.
+
+`_compare` and `_depth` share this, so that both pictures of a model line up. When there are too
+many layers, they are grouped by kind; that limit, sizes and colours may be changed freely. What
+must be kept: `places`, `heights` and whatever a caller draws are parallel to `layout.layers`, which
+is in another order than the layers given to `arrange` once they are grouped. States are in the
+words of tables; only an activation that is all zero is called dead here, because a picture has room
+to say what that means.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +35,7 @@ _TALLEST_GROUP = 5.0
 
 
 class LayerLayout(NamedTuple):
-    """Where layers are drawn.
+    """The places of layers on the y axis.
 
     Attributes:
         layers: In the order in which they are drawn.
@@ -45,11 +53,18 @@ class LayerLayout(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each group begins and ends in `layers`."""
+        """The begin and the end of each group in `layers`."""
         return list(zip(self.groups, [*self.groups[1:], len(self.layers)], strict=True))
 
     def runs(self, words: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-        """Yield text, first and last layer of each run of equal words; not of those without."""
+        """Yield each run of neighbouring layers that have the same words.
+
+        Args:
+            words: One text for each of `layers`, in that order; runs of "" are skipped.
+
+        Yields:
+            The text, and the indices of the first and the last layer.
+        """
         start = 0
         for index in range(1, len(words) + 1):
             if index < len(words) and words[index] == words[start] and index not in self.groups:
@@ -71,7 +86,7 @@ class LayerLayout(NamedTuple):
 
 
 def arrange(layers: Sequence[str]) -> LayerLayout:
-    """Return where layers are drawn: in model order, or by kind if they are too many.
+    """Return where layers are drawn: in the given order, or by kind if they are too many.
 
     `layers.0.mlp`, `layers.1.mlp`, ... make one group, named `layers.*.mlp`.
     """
@@ -122,7 +137,14 @@ def label_layer(name: str, inspection: Inspection) -> str:
 
 
 def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics], what: str) -> None:
-    """Write words in the margin at unusual layers, once for neighbours that share them."""
+    """Write in the margin what is unusual about a layer; neighbours alike share one note.
+
+    Args:
+        ax: Where to write.
+        layout: Where the layers are.
+        statistics: Of each of `layout.layers`, in that order.
+        what: What they are statistics of, such as "activations".
+    """
     for text, first, last in layout.runs([state_in_words(each, what) for each in statistics]):
         top = float(layout.places[first] - layout.heights[first] / 2)
         end = float(layout.places[last] + layout.heights[last] / 2)
@@ -182,7 +204,7 @@ def layer_statistics(
 
 
 def _first_finished(inspection: Inspection, layer: str) -> int:
-    """When the layer's first call finished; the same for all layers where nothing was called."""
+    """Return when the layer's first call finished; -1 for a layer that was not called."""
     calls = inspection[layer].calls
     return calls[0].order if calls else -1
 

@@ -1,22 +1,26 @@
-"""Lines over the depth of a model: how large a metric is, and what one token did."""
+"""Draw lines over the depth of a model: how large a metric is, and what one token did.
+
+`_scan/pictures/figures` fills in the `Line`s and calls `draw_lines`. Colours and dashes repeat
+after `MOST_LINES`, which callers must not exceed. Layers outside of the blocks stand before and
+after the numbered ones, under their names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfmri._text import layer_label, shorten
 from torchfmri.visualization._figure import (
-    DASHES,
     GREY,
-    LINE_COLOURS,
     WIDE,
     draw_grid,
     draw_legend,
     escape,
+    line_look,
 )
 
 if TYPE_CHECKING:
@@ -56,11 +60,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
         value: What the y axis is.
     """
     for index, line in enumerate(lines):
-        look: dict[str, Any] = {
-            "color": LINE_COLOURS[index % len(LINE_COLOURS)],
-            "linestyle": DASHES[index // len(LINE_COLOURS) % len(DASHES)],
-            "label": escape(shorten(layer_label(line.label), 36)),
-        }
+        look = line_look(index, line.label)
         single = len(line.depths) == 1
         marker = "D" if single else "o" if len(line.depths) <= 40 else ""
         size = 5 if single else 2.5

@@ -1,4 +1,9 @@
-"""Tokens along the x axis: their text, which were generated, and how surprising each was."""
+"""Draw tokens along the x axis: their text, which were generated, and how surprising each was.
+
+`_brain` uses this; lens and attention pictures share `token_label`. A character that is spread over
+several tokens stands at the last of them, and the others show "·". Control characters of a foreign
+text are made visible, because they could damage a picture or a terminal.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +185,7 @@ def draw_boundaries(ax: Axes, tokens: TokenTrack) -> None:
 
 
 def spans(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int, bool]]:
-    """(start, end, flag) of each run of equal flags.
+    """Return (start, end, flag) of each run of equal flags.
 
     Examples:
         >>> spans(np.array([False, False, True]))

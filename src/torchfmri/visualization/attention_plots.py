@@ -1,4 +1,9 @@
-"""Figures of attention: the patterns of heads, and one number per head."""
+"""Draw attention: the patterns of heads (`plot_attention`), and one number per head (`plot_heads`).
+
+Both are public and take plain arrays, so that they serve scans, inspections and users alike. All
+panels of one figure share one colour scale, because heads are compared with each other; colours
+and sizes may change freely.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +62,9 @@ def plot_attention(
         if not 0 <= head < count:
             raise InspectionError(f"There is no head {head!r}: the pattern has 0 to {count - 1}.")
     if tokens is not None and len(tokens) != keys:
-        raise InspectionError(f"{len(tokens)} tokens for a pattern over {keys} keys.")
+        raise InspectionError(
+            f"{len(tokens)} tokens for a pattern over {keys} keys. Give one text per key."
+        )
     side_by_side = math.isqrt(len(chosen) - 1) + 1 if len(chosen) > 4 else len(chosen)
     columns = min(_MOST_COLUMNS, side_by_side)
     side = 3.4 if len(chosen) == 1 else 2.3

@@ -1,4 +1,8 @@
-"""A figure of a diagnosis: the run as a heat map, with its findings marked where they begin."""
+"""Draw a diagnosis: the run as a heat map, with its findings marked where they begin.
+
+`Diagnosis.plot` calls `plot_diagnosis`, which draws on `plot_history`. `findings` are anything with
+the fields of a `Finding`; this room must not import `_diagnosis`, which stands above it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def plot_diagnosis(
     """Draw the rms of each layer's gradients, the loss, and where findings begin.
 
     Args:
-        history: Of the run.
+        history: The history of the run.
         findings: Findings; each begins at its step, in its layers.
         model: Its name, for the title.
         ax: Where to draw.
@@ -38,7 +42,10 @@ def plot_diagnosis(
     known = {series.what for series in history.series}
     what = next((each for each in _PREFERRED if each in known), None)
     if what is None:
-        raise InspectionError("Neither activations nor gradients were watched: nothing to draw.")
+        raise InspectionError(
+            "Neither activations nor gradients were watched: nothing to draw. Watch one of them: "
+            "Monitor(model, optimizer, what=('activations', 'gradients'))."
+        )
     ax = plot_history(history, "rms", what, ax=ax)
     places = {layer: place for place, layer in enumerate(history.matrix(what, "rms")[0])}
     first = int(history.steps[0])

@@ -1,4 +1,9 @@
-"""Figures of a History: a statistic over the steps of training, with the loss beneath."""
+"""Draw a `History`: a statistic over the steps of training, with the loss beneath.
+
+`Monitor.plot`, the writers for dashboards and users call `plot_history`, which is public. A step
+with NaN or Inf carries a triangle, and a layer that was not seen is hatched: neither may vanish in
+the colours. Values over a wide range get a logarithmic scale.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,7 @@ from torchfmri._records import COUNTS, NO_STEPS, UPDATES, Floats, History
 from torchfmri._text import layer_label, plural, shorten
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import (
-    DASHES,
     GREY,
-    LINE_COLOURS,
     MEANING,
     MOST_LINES,
     WIDE,
@@ -22,6 +25,8 @@ from torchfmri.visualization._figure import (
     draw_grid,
     draw_legend,
     escape,
+    line_look,
+    split_off,
 )
 
 if TYPE_CHECKING:
@@ -224,18 +229,13 @@ def _draw_lines(
     marker = "o" if len(steps) <= 30 else ""
     finite = np.where(np.isfinite(values), values, np.nan)
     for index, name in enumerate(names):
-        colour = LINE_COLOURS[index % len(LINE_COLOURS)]
-        dashes = DASHES[index // len(LINE_COLOURS)]
-        label = escape(shorten(layer_label(name), 36))
-        ax.plot(
-            steps, finite[index], color=colour, linestyle=dashes, linewidth=1.4, marker=marker,
-            markersize=3, label=label,
-        )  # fmt: skip
+        look = line_look(index, name)
+        ax.plot(steps, finite[index], linewidth=1.4, marker=marker, markersize=3, **look)
         hit = np.flatnonzero(bad[index])
         if len(hit):
             top = np.full(len(hit), 0.985 - 0.03 * index)
             ax.plot(
-                np.asarray(steps)[hit], top, "v", color=colour, markersize=5,
+                np.asarray(steps)[hit], top, "v", color=look["color"], markersize=5,
                 markeredgecolor="white", transform=ax.get_xaxis_transform(), clip_on=False,
             )  # fmt: skip
     if bad.any():
@@ -264,7 +264,8 @@ def _scale_lines(ax: Axes, values: Floats) -> None:
 
 def _draw_loss(ax: Axes, history: History) -> None:
     """Draw the loss beneath, over the same steps."""
-    below = _split_below(ax)
+    inches = max(ax.get_position().height * ax.figure.bbox.height / ax.figure.dpi, 0.1)
+    below = split_off(ax, min(max(1.0 / inches, 0.1), 0.3), "below")
     ax.tick_params(axis="x", labelbottom=False)
     below.set_xlabel("step")
     below.spines[["top", "right"]].set_visible(False)
@@ -299,20 +300,3 @@ def _draw_loss(ax: Axes, history: History) -> None:
     positive = loss[finite & (loss > 0)]
     if len(positive) == int(finite.sum()) and positive.max() / positive.min() > WIDE:
         below.set_yscale("log")
-
-
-def _split_below(ax: Axes) -> Axes:
-    """Return new axes for the lower part of the space of `ax`, with the same x axis."""
-    figure, spec = ax.figure, ax.get_subplotspec()
-    box = ax.get_position()
-    height = max(box.height * figure.bbox.height / figure.dpi, 0.1)
-    share = min(max(1.0 / height, 0.1), 0.3)
-    if spec is not None:
-        parts = spec.subgridspec(2, 1, height_ratios=[1 - share, share], hspace=0.02)
-        ax.set_subplotspec(parts[0, 0])
-        return figure.add_subplot(parts[1, 0], sharex=ax)
-    gap = 0.04 * box.height
-    lower_height = share * box.height
-    upper_height = box.height - lower_height - gap
-    ax.set_position((box.x0, box.y0 + lower_height + gap, box.width, upper_height))
-    return figure.add_axes((box.x0, box.y0, box.width, lower_height), sharex=ax)

@@ -1,4 +1,10 @@
-"""Figures of lenses and attributions: what each layer would say, and what made a logit."""
+"""Draw lenses and attributions: what each layer would say, and what made a logit.
+
+The methods of the results of `_lens` call these functions with plain arrays; nothing is computed
+here. Colours and sizes may change freely. In `plot_lens` the words of a cell are about the token
+after it, or about the token below it in masked models (`ahead=False`): the axis says which, and
+must.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The picture of lesions: what each did to the metric, beside how active it was."""
+"""Draw lesions and patches: what each did to the metric, beside how active it was.
+
+The results in `_lesion` fill in a `LesionPicture` or a `PatchPicture` and have it drawn. The
+records hold arrays only, so this room does not know what a lesion is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _SINGLE = {"mlps": "MLP", "attentions": "attention", "blocks": "block", "places"
 
 
 class LesionPicture(NamedTuple):
-    """What to draw; every array has one entry for each lesion.
+    """The picture of a lesion map; every array has one entry for each lesion.
 
     Attributes:
         kinds: "heads", "mlps", "attentions", "blocks", "voxels" or "places".
@@ -53,7 +57,7 @@ class LesionPicture(NamedTuple):
         return 2 * wide + 3.0, min(max(_CELL * rows, _LEAST), _MOST) + 1.3
 
     def column_of(self, index: int) -> int:
-        """Heads and voxels first; each other kind has a column of its own after them."""
+        """Return the column of a lesion: heads and voxels first, then one for each other kind."""
         wide = [each for each, kind in enumerate(self.kinds) if kind in ("heads", "voxels")]
         first = int(self.columns[wide].max()) + 1 if wide else 0
         if index in set(wide):
@@ -142,7 +146,7 @@ def _draw(
 
 
 class PatchPicture(NamedTuple):
-    """What to draw of patches.
+    """The picture of patches.
 
     Attributes:
         names: The places, from top to bottom.

@@ -1,7 +1,9 @@
 """Static figures: each draws on `ax` or on a new figure, and returns the Axes.
 
-Nothing here shows a window, changes matplotlib's settings, or registers a figure with pyplot
-(except in a notebook, which shows only those). `plot_histogram(...).figure.savefig(path)` saves.
+This module is public: `torchfmri.visualization.plots`. Nothing here shows a window, changes
+matplotlib's settings, or registers a figure with pyplot (except in a notebook, which shows only
+those). `plot_histogram(...).figure.savefig(path)` saves. A new figure gets a file of its own and a
+line here.
 """
 
 from torchfmri.visualization._compare import plot_compare

@@ -1,8 +1,13 @@
-"""Figures of routing: prototypes on a plane, activation over training, what units are for."""
+"""Draw routing: prototypes on a plane, activation over training, what units are for.
+
+`torchfmri routing` and users call these functions, which are public under `torchfmri.routing`. They
+take histories, plain data, and anything with the fields of `Mapped`: this room must not import
+`routing`, which stands above it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,7 +54,7 @@ class Mapped(Protocol):
 
     @property
     def variance(self) -> float:
-        """What share of the prototypes' variance the plane shows."""
+        """The share of the prototypes' variance that the plane shows."""
 
 
 def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
@@ -60,7 +65,9 @@ def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
         title: Above them all.
     """
     if not maps:
-        raise InspectionError("There are no prototypes to draw.")
+        raise InspectionError(
+            "There are no prototypes to draw. Give what map_prototypes(model, ids, labels) returns."
+        )
     figure, grid = panels(len(maps), 4, (2.5, 2.35))
     for ax, each in zip(grid, maps, strict=True):
         points, states = np.asarray(each.points, float), np.asarray(each.states)
@@ -125,7 +132,7 @@ def _draw_blocks(ax: Axes, runs: Sequence[History], what: str) -> None:
 
 
 def _by_block(runs: Sequence[History], what: str) -> dict[int, Floats]:
-    """Block -> (run, step): the mean over its layers."""
+    """Return block -> (run, step): the mean over its layers."""
     found: dict[int, list[Floats]] = {}
     for history in runs:
         names, values = history.matrix(what, "mean")
@@ -154,7 +161,9 @@ def plot_selectivity(
         ax: Where to draw.
     """
     if not rates:
-        raise InspectionError("There are no rates to draw.")
+        raise InspectionError(
+            "There are no rates to draw. Give the rates of a UnitRates that has run."
+        )
     ax = axes_or_new(ax, 9.0, 0.17 * len(rates) * len(tasks) + 1.2)
     lines = []
     for each in rates.values():
@@ -208,10 +217,9 @@ def plot_tradeoff(
     return ax
 
 
-def save(figures: Mapping[str, Figure], folder: Path) -> Iterable[Path]:
-    """Write figures as name.png into a folder, and return where they are."""
-    paths = []
-    for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
-        save_figure(figure, paths[-1], dpi=130)
-    return paths
+def save(figures: Mapping[str, Figure | Axes], folder: Path) -> list[Path]:
+    """Write figures into a folder as name.png, and return the files."""
+    paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
+    for path, figure in paths.items():
+        save_figure(figure, path, dpi=130)
+    return list(paths)

@@ -1,4 +1,9 @@
-"""Which rows of a picture stand together, and what is written beside them."""
+"""Group the rows of a picture into bands, and choose the labels beside them.
+
+`figures` calls these functions for every picture of a scan; nothing is computed or drawn here.
+Order, grouping and labels may change freely, as long as each row is in exactly one band: the rows
+of a band are places in the table of values that is drawn.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ _FEW = 24
 
 
 def in_order(names: Sequence[str], columns: Sequence[int], order: str) -> list[int]:
-    """The columns as they are drawn: in model order, or layers of one kind together."""
+    """Return the columns as they are drawn: in model order, or layers of one kind together."""
     if order == "depth":
         return list(columns)
     kinds: dict[str, list[int]] = {}
@@ -40,7 +45,7 @@ def layer_bands(layers: Sequence[str], order: str) -> list[Band]:
 
 
 def _block_bands(layers: Sequence[str], short: dict[str, str]) -> list[Band]:
-    """One band for the layers of a block that follow each other; in model order."""
+    """Return one band for the layers of a block that follow each other; in model order."""
     found: list[tuple[str, list[int]]] = []
     for row, layer in enumerate(layers):
         block = block_of(layer)
@@ -55,7 +60,7 @@ def _block_bands(layers: Sequence[str], short: dict[str, str]) -> list[Band]:
 
 
 def voxel_bands(owners: Sequence[str]) -> list[Band]:
-    """One band for the voxels of each layer.
+    """Return one band for the voxels of each layer.
 
     Args:
         owners: The layer of each row.
@@ -68,7 +73,7 @@ def voxel_bands(owners: Sequence[str]) -> list[Band]:
 
 
 def _depth_marks(layers: Sequence[str]) -> list[tuple[int, str]]:
-    """Some of the depths to write beside the rows: the first, and then in round steps."""
+    """Return some of the depths to write beside the rows: the first, and then in round steps."""
     depths = [depth_of(layer) for layer in layers]
     if len(set(depths)) < len(depths):  # several rows per block: numbers would mislead
         return [(0, "")]
@@ -81,7 +86,7 @@ def _depth_marks(layers: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def without_prefix(layers: Sequence[str]) -> dict[str, str]:
-    """Layer -> its name without the first segment that (nearly) all of them share."""
+    """Return layer -> its name without the first segment that (nearly) all of them share."""
     first = [layer.partition(".")[0] for layer in layers if "." in layer]
     prefix = f"{first[0]}." if first and len(set(first)) == 1 else ""
     short = {layer: layer.removeprefix(prefix) for layer in layers}

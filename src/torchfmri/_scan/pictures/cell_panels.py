@@ -1,4 +1,9 @@
-"""The viewer's panels about one cell: what its heads attended to, and what a lens reads there."""
+"""Make the viewer's panels about one cell: what its heads attended to, and what a lens reads there.
+
+`ScanBoard.panels_at` calls `cell_panels` for the cell at the crosshair. Titles and numbers of rows
+may change freely. The name and the kind of a `Panel` ("bars", "matrix", "table") and the keys of
+its data are read by `viewer/src/panels.ts`: change both together.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._attention import HEAD_SCORES
+from torchfmri._scan.pictures.bands import without_prefix
 from torchfmri._scan.record.readouts import LENS, PATTERN, find_readouts, readout_name
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._text import number_text
@@ -30,7 +36,7 @@ def cell_panels(
     lens: list[str],
     spelling: Mapping[int, str],
 ) -> Iterator[Panel]:
-    """The panels about a layer at a token, as far as the scan has read out what they show.
+    """Yield the panels about a layer at a token, for what the scan has read out.
 
     Args:
         sequence: What was scanned.
@@ -40,8 +46,8 @@ def cell_panels(
         lens: The rows of the lens; empty where there is none.
         spelling: Token id -> text, for the tokens that a lens names.
     """
-    whole, scored = (_near(find_readouts(sequence, each), layer) for each in
-                     (PATTERN, f"{PATTERN}_entropy"))  # fmt: skip
+    whole = _near(find_readouts(sequence, PATTERN), layer)
+    scored = _near(find_readouts(sequence, f"{PATTERN}_entropy"), layer)
     if whole is not None:
         yield from _attended(sequence, *whole, part, column)
     elif scored is not None:
@@ -51,7 +57,7 @@ def cell_panels(
 
 
 def _near(found: Mapping[str, NDArray[Any]], layer: str) -> tuple[str, NDArray[Any]] | None:
-    """The attention that a layer is, is part of, or has inside as the only one."""
+    """Return the attention that a layer is, is part of, or has inside as the only one."""
     above = [name for name in found if f"{layer}.".startswith(f"{name}.")]
     inside = [name for name in found if name.startswith(f"{layer}.")]
     chosen = above or (inside if len(inside) == 1 else [])
@@ -96,10 +102,10 @@ def _scores(sequence: ScannedSequence, layer: str, column: int) -> Panel:
     known = {score: table for score, table in tables.items() if table is not None}
     heads = next(iter(known.values())).shape[1]
     rows = [
-        [f"head {head}", *(number_text(float(table[column, head])) for table in known.values())]
+        [head, *(number_text(float(table[column, head])) for table in known.values())]
         for head in range(heads)
     ]
-    data = {"columns": ["", *known], "rows": rows}
+    data = {"columns": ["head", *known], "rows": rows}
     return Panel("attention", f"Attention of {layer} here", "table", data)
 
 
@@ -110,22 +116,33 @@ def _lens(
         table = np.asarray(sequence.tensors[readout_name(LENS, part)])
         return np.asarray(table.reshape(len(sequence), len(layers), -1)[column])
 
-    ranks, top, shares = read("rank")[:, 0], read("top"), read("top_probability")
-    rows = [
-        [
-            name,
-            int(rank) or None,
-            ", ".join(
-                f"{spelling.get(int(token), f'#{int(token)}').strip()} {share:.0%}"
-                for token, share in zip(tokens[:_LIKELIEST], own[:_LIKELIEST], strict=True)
-            ),
-        ]
-        for name, rank, tokens, own in zip(layers, ranks, top, shares, strict=True)
-    ]
     # Nothing comes after the last token: a rank there is that of the token itself (masked models).
-    ahead = 0 if sequence.tensors[readout_name(LENS, "rank")][-1, -1] else 1
-    about, place = ("next", column + 1) if ahead else ("here", column)
-    came = f" ({sequence.tokens.pieces_of(place, place + 1)[0].strip()!r})"
-    rank = "rank" if place >= len(sequence) else f"rank of the {'next' if ahead else 'token'}{came}"
-    data = {"columns": ["layer", rank, f"would say {about}"], "rows": rows}
-    return Panel("lens", f"Lens: what each layer would say {about}", "table", data)
+    is_ahead = not sequence.tensors[readout_name(LENS, "rank")][-1, -1]
+    about, place = ("next", column + 1) if is_ahead else ("here", column)
+    title = f"Lens: what each layer would say {about}"
+    ranks, top, shares = read("rank")[:, 0], read("top"), read("top_probability")
+    if not np.isfinite(shares).any():
+        return Panel("lens", title, "text", {"text": "The lens did not read this token."})
+    labels = without_prefix(layers)
+    spelled = [
+        ", ".join(
+            f"{spelling.get(int(token), f'#{int(token)}').strip()} {share:.0%}"
+            for token, share in zip(tokens[:_LIKELIEST], own[:_LIKELIEST], strict=True)
+        )
+        for tokens, own in zip(top, shares, strict=True)
+    ]
+    rows: list[list[Any]]
+    names = [{"layer": name, "text": labels[name]} for name in layers]
+    if place >= len(sequence):
+        title += "; the text ends here, so there is no rank of what came"
+        columns, rows = (
+            ["layer", "would say"],
+            [list(row) for row in zip(names, spelled, strict=True)],
+        )
+    else:
+        came = sequence.tokens.pieces_of(place, place + 1)[0].strip()
+        title += f", and the rank of {'what came' if is_ahead else 'the token'}, {came!r}"
+        known = [int(rank) or None for rank in ranks]
+        columns = ["layer", "rank", "would say"]
+        rows = [[*row] for row in zip(names, known, spelled, strict=True)]
+    return Panel("lens", title, "table", {"columns": columns, "rows": rows})

@@ -1,4 +1,10 @@
-"""The methods of a scan that draw a sequence: which rows, in which order, under which title."""
+"""The methods of a `Scan` that draw a sequence: which rows, in which order, under which title.
+
+`Scan` inherits from `PictureMethods`. Each method reads values through a `Reading` and hands arrays
+to `visualization`, which knows nothing of scans; colours and layout are changed there. The
+signatures are public. Choice of rows, titles and subtitles may change freely; they must stay true
+of what is drawn, so a text that says "median" or "80%" stands beside the line that computes it.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +63,14 @@ Pattern = str | Sequence[str] | None
 
 
 class PictureMethods(ReadoutMethods):
-    """What a `Scan` can draw."""
+    """The methods of a `Scan` that draw."""
 
     def plot_brain(
         self, metric: str = "activation", *, sequence: int | None = None,
         layers: Pattern | None = None, normalise: str = "layer", by: str = "layer",
         order: str = "kind", ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
-        """Layers down, tokens across, the text below and its surprisal above.
+        """Draw layers down and tokens across, with the text below and its surprisal above.
 
         Colours follow the value divided by the 99.5th percentile of its row: linear for
         activations, over two powers of ten for gradients and learning costs. What has no value is
@@ -72,7 +78,7 @@ class PictureMethods(ReadoutMethods):
 
         Args:
             metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             layers: A pattern, or several; "*" for all. By default those that give an overview: the
                 numbered blocks, their parts that have parts (attention, MLP), and what is outside
                 of blocks; the learning cost of a block is then that of everything inside it.
@@ -93,13 +99,13 @@ class PictureMethods(ReadoutMethods):
         self, metric: str = "activation", *, sequence: int | None = None,
         layers: Pattern | None = None, ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
-        """A metric over depth, a line for each kind of layer: the median and 80% of the tokens.
+        """Draw a metric over depth, a line per kind of layer: the median and 80% of the tokens.
 
         Of gradients and learning costs, of the tokens that the loss reaches in that layer.
 
         Args:
             metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             layers: A pattern, or several; those that give an overview by default.
             ax: Where to draw.
         """
@@ -133,12 +139,12 @@ class PictureMethods(ReadoutMethods):
         self, index: int, metric: str = "activation", *, sequence: int | None = None,
         layers: Pattern | None = None, ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
-        """What each layer did at one token against the others: z of log10 values over tokens.
+        """Draw what each layer did at one token against all others: z of log10 values over tokens.
 
         Args:
             index: Which token.
             metric: "activation", "gradient", "learning_cost" or "delta_sc" (without log10).
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             layers: A pattern, or several; those that give an overview by default.
             ax: Where to draw.
         """
@@ -147,7 +153,7 @@ class PictureMethods(ReadoutMethods):
         if not hasattr(index, "__index__") or not -len(tokens) <= index < len(tokens):
             raise InspectionError(
                 f"There is no token {index!r}: this sequence has {plural(len(tokens), 'token')}, "
-                "counted from 0."
+                f"counted from 0. Choose one of 0 to {len(tokens) - 1}."
             )
         index %= len(tokens)
         values = reading.whole(metric)
@@ -175,12 +181,12 @@ class PictureMethods(ReadoutMethods):
         self, layer: str, metric: str = "activation", *, sequence: int | None = None,
         normalise: str = "layer", ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
-        """The voxels of one layer down, tokens across.
+        """Draw the voxels of one layer down, tokens across.
 
         Args:
             layer: Its name.
             metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             normalise: "layer" for each voxel by itself, "global" for one scale.
             ax: Where to draw.
         """
@@ -193,14 +199,13 @@ class PictureMethods(ReadoutMethods):
             Band(_part(voxel_name(reading.anatomy, voxel).removeprefix(layer)), [row])
             for row, voxel in enumerate(voxels)
         ]
-        title = f"{_model(reading)}: {_words(metric)} of the voxels of {layer}"
         brain = Brain(
             bands=bands,
             values=values,
             tokens=_track(reading),
             metric=metric,
             normalise=normalise,
-            title=title,
+            title=f"{_model(reading)}: {_words(metric)} of the voxels of {layer}",
             subtitle=_subtitle(reading, metric),
         )
         return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
@@ -212,11 +217,11 @@ class PictureMethods(ReadoutMethods):
         sequence: int | None = None,
         title: str | None = None,
     ) -> Figure:
-        """Activation, gradient and learning cost over the same tokens, as one figure.
+        """Draw activation, gradient and learning cost over the same tokens, as one figure.
 
         Args:
             path: Where to save it too; the ending says in which format.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             title: Above it; the name of the model by default.
         """
         if path is not None:
@@ -224,7 +229,10 @@ class PictureMethods(ReadoutMethods):
         reading = self._reading(sequence)
         metrics = [metric for metric in METRICS if metric in reading.sequence.layers]
         if not metrics:
-            raise InspectionError("This scan has no values per layer: there is nothing to draw.")
+            raise InspectionError(
+                "This scan has no values per layer, so there is nothing to draw. Scan again with "
+                "per='position'."
+            )
         brains = [
             _brain(reading, metric, None, "layer", "layer", "kind")._replace(
                 title=f"{letter}   {_words(metric)}",
@@ -255,7 +263,7 @@ def _brain(
     reading: Reading, metric: str, layers: Pattern, normalise: str, by: str, order: str
 ) -> Brain:
     if order not in ORDERS:
-        raise InspectionError(f"order={order!r} is neither 'kind' nor 'depth'.")
+        raise InspectionError(f"order={order!r} is neither 'kind' nor 'depth'. Choose one.")
     columns = _rows(reading, layers)
     names = reading.anatomy.layers
     if by == "layer":
@@ -270,21 +278,19 @@ def _brain(
         voxels.sort(key=lambda voxel: (order_of[int(owner[voxel])], voxel))
         values = table[:, voxels].T
         bands = voxel_bands([names[int(owner[voxel])] for voxel in voxels])
-    title = f"{_model(reading)}: {_words(metric)} of each {by} at each token"
-    subtitle = _subtitle(reading, metric, inside=by == "layer" and layers is None)
     return Brain(
         bands=bands,
         values=values,
         tokens=_track(reading),
         metric=metric,
         normalise=normalise,
-        title=title,
-        subtitle=subtitle,
+        title=f"{_model(reading)}: {_words(metric)} of each {by} at each token",
+        subtitle=_subtitle(reading, metric, inside=by == "layer" and layers is None),
     )
 
 
 def _rows(reading: Reading, layers: Pattern) -> list[int]:
-    """The columns to show: those that match, or those that give an overview."""
+    """Return the columns to show: those that match, or those that give an overview."""
     if layers is not None:
         return reading.columns(layers)
     columns = outline_of(reading.anatomy.layers)
@@ -301,7 +307,7 @@ def _rows(reading: Reading, layers: Pattern) -> list[int]:
 
 
 def _by_depth(reading: Reading, columns: Sequence[int]) -> list[tuple[str, list[int], list[float]]]:
-    """(kind, columns, places on the x axis); what is outside of blocks stands before or after."""
+    """Return (kind, columns, places on the x axis) of each line; layers outside of blocks too."""
     names = reading.anatomy.layers
     chosen = [names[column] for column in columns]
     short = without_prefix(chosen)
@@ -335,24 +341,24 @@ def _by_depth(reading: Reading, columns: Sequence[int]) -> list[tuple[str, list[
 
 
 def _outside(reading: Reading, members: Sequence[int]) -> bool:
-    """Whether these are a layer outside of the numbered blocks."""
+    """Return whether these are a layer outside of the numbered blocks."""
     return depth_of(reading.anatomy.layers[members[0]]) is None
 
 
 def _name_layers(ax: Axes, reading: Reading, columns: Sequence[int]) -> None:
-    """Without numbered blocks the x axis counts layers."""
+    """Name the x axis where there are no numbered blocks: it counts layers then."""
     names = [reading.anatomy.layers[column] for column in columns]
     if all(depth_of(name) is None for name in names):
         ax.set_xlabel("layer, in model order")
 
 
 def _part(name: str) -> str:
-    """The name of a voxel within its layer: "head 3", and units as they are cut, "[0:64]"."""
+    """Return the name of a voxel within its layer: "head 3", or "[0:64]" for units."""
     return name.strip("[]") if name[1:2].isalpha() else name
 
 
 def _tokens(reading: Reading, kept: NDArray[np.bool_]) -> str:
-    """How many tokens a summary is made of, in words; layers may differ in that."""
+    """Return how many tokens a summary is made of, in words; the number may differ by layer."""
     everything, some = plural(len(reading.sequence), "token"), span_text(kept.sum(0))
     return everything if some == f"{len(kept):,}" else f"{some} of {everything}"
 
@@ -374,7 +380,7 @@ def _words(metric: str) -> str:
 
 
 def _subtitle(reading: Reading, metric: str, *, inside: bool = False) -> str:
-    """What a metric is, and which loss its gradients are of."""
+    """Return what a metric is, and which loss its gradients are of."""
     loss = "" if metric == "activation" else _loss(reading)
     return "\n".join(part for part in (_meaning(metric, inside=inside), loss) if part)
 
@@ -386,7 +392,7 @@ def _meaning(metric: str, *, inside: bool) -> str:
 
 
 def _loss(reading: Reading) -> str:
-    """Which loss the gradients are of, and which gradients they are."""
+    """Return which loss the gradients are of, and which gradients they are."""
     loss, per = reading.meta.get("loss"), reading.meta.get("per")
     text = f"L: {loss}" + (f" (per={per!r})" if per else "") if loss else ""
     return shorten(text, _LONGEST)

@@ -1,4 +1,9 @@
-"""The methods of a scan that read its readouts: attention, lens, experts and features."""
+"""The methods of a `Scan` that read its readouts: attention, lens, experts and features.
+
+`PictureMethods`, and so `Scan`, inherits from `ReadoutMethods`. The values stand in the tensors of
+a sequence under the names that `record/readouts` makes; these names and the order of the columns
+are the stored format and must not change. The signatures are public.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ _WHOLE = "Scan with attention='L3.attn', or attention='*' for the patterns of al
 
 
 class ReadoutMethods:
-    """What a `Scan` can say of readouts."""
+    """The methods of a `Scan` that read readouts."""
 
     meta: Mapping[str, Any]
 
@@ -43,14 +48,14 @@ class ReadoutMethods:
     def attention(
         self, score: str = "entropy", pattern: Pattern = "*", *, sequence: int | None = None
     ) -> Values:
-        """A score of every head at every token; the scan needs `attention=True`.
+        """Return a score of every head at every token; the scan needs `attention=True`.
 
         Args:
             score: "entropy" (nats), "distance" (mean, in tokens), "first" (share on the first
                 token), "previous" (share on the token before), or "induction" (share on the tokens
                 that followed earlier copies of this one; nan where there is none).
             pattern: A pattern for the layers that compute attention, or several.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
 
         Returns:
             names: "model.layers.3.self_attn[head 2]", one per column.
@@ -72,16 +77,18 @@ class ReadoutMethods:
         self, score: str, pattern: Pattern, sequence: int | None
     ) -> dict[str, NDArray[Any]]:
         if score not in HEAD_SCORES:
-            raise InspectionError(f"score={score!r}: there are {', '.join(HEAD_SCORES)}.")
+            raise InspectionError(
+                f"score={score!r}: there are {', '.join(HEAD_SCORES)}. Choose one."
+            )
         chosen = self._reading(sequence).sequence
         return choose_readouts(chosen, f"{PATTERN}_{score}", pattern, _SCORES)
 
     def attention_pattern(self, layer: str, *, sequence: int | None = None) -> NDArray[np.float32]:
-        """The whole pattern of one layer, (heads, query, key), where the scan has kept it.
+        """Return the whole pattern of one layer, (heads, query, key), if the scan has kept it.
 
         Args:
             layer: The layer that computes attention, or a name of its block such as `L3.attn`.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
 
         Raises:
             LayerNotFoundError: There is no such layer.
@@ -98,12 +105,12 @@ class ReadoutMethods:
     def plot_attention(
         self, layer: str, heads: Sequence[int] | None = None, *, sequence: int | None = None
     ) -> Figure:
-        """The patterns of one layer, a panel per head: queries down, keys across.
+        """Draw the patterns of one layer, a panel per head: queries down, keys across.
 
         Args:
             layer: The layer that computes attention.
             heads: Which heads; all by default.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
         """
         pattern = self.attention_pattern(layer, sequence=sequence)
         tokens = self._reading(sequence).sequence.tokens
@@ -117,12 +124,12 @@ class ReadoutMethods:
         sequence: int | None = None,
         ax: Axes | None = None,
     ) -> Axes:
-        """A score of every head, its mean over tokens: layers down, heads across.
+        """Draw a score of every head, its mean over tokens: layers down, heads across.
 
         Args:
             score: As for `attention`.
             pattern: Which layers.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
             ax: Where to draw.
         """
         found = self._scores(score, pattern, sequence)
@@ -136,11 +143,11 @@ class ReadoutMethods:
         return plot_heads(table, list(found), title=title, label=score, ax=ax)
 
     def lens(self, tokenizer: Any = None, *, sequence: int | None = None) -> Lens:
-        """What each block would have said next; the scan needs `lens=True`.
+        """Return what each block would have said next; the scan needs `lens=True`.
 
         Args:
-            tokenizer: That of the model, which spells the tokens; without it they are numbers.
-            sequence: Which sequence; may be left out where there is only one.
+            tokenizer: The model's tokenizer, which spells the tokens; without it they are numbers.
+            sequence: Which sequence; may be left out if there is only one.
 
         Raises:
             InspectionError: The scan has no lens.
@@ -174,11 +181,11 @@ class ReadoutMethods:
         )
 
     def experts(self, pattern: Pattern = "*", *, sequence: int | None = None) -> dict[str, Experts]:
-        """Router -> where it sent each token; the scan needs `experts=True`.
+        """Return router -> where it sent each token; the scan needs `experts=True`.
 
         Args:
             pattern: Which routers.
-            sequence: Which sequence; may be left out where there is only one.
+            sequence: Which sequence; may be left out if there is only one.
 
         Raises:
             InspectionError: The scan has no experts.
@@ -195,11 +202,11 @@ class ReadoutMethods:
     def features(
         self, place: str | None = None, *, sequence: int | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The strongest features of every token, as ids (s, k) and values; -1 where fewer were on.
+        """Return the strongest features of every token: ids (s, k), -1 for none, and values.
 
         Args:
-            place: Where, as it was called in `features=`; may be left out where there is only one.
-            sequence: Which sequence; may be left out where there is only one.
+            place: Where, as it was called in `features=`; may be left out if there is only one.
+            sequence: Which sequence; may be left out if there is only one.
 
         Raises:
             InspectionError: The scan has no features, or several places of them.

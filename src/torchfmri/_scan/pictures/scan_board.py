@@ -1,9 +1,16 @@
-"""A scan on the viewer's board: its sequences, layers, voxels, curves, and what is wrong."""
+"""Show a scan in the viewer: the `Board` of its sequences, layers, voxels, curves and problems.
+
+`Scan` makes one for `save_html` and `widget`, and `viewing.board_of` for `torchfmri.view`; the
+server of `_viewer` calls its methods from several threads. The texts of `METRICS` and `CURVES` may
+change freely; their keys are in saved views and are read by the page. `missing` must not call a NaN
+of the model "not measured": a user who looks for a NaN would not be shown it.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,49 +19,50 @@ from numpy.typing import NDArray
 
 from torchfmri._scan.pictures.cell_panels import cell_panels
 from torchfmri._scan.pictures.summary import failed_checks
+from torchfmri._scan.pictures.token_texts import token_columns, tokens_sentence
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.blocks import inside_of
 from torchfmri._scan.record.reading import Reading, metrics_of, voxel_name
 from torchfmri._scan.record.readouts import LENS
-from torchfmri._scan.record.sequence import ScannedSequence, Tokens
+from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._text import layer_label, plural, printable
 from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
 
-METRICS = {
-    "activation": Metric(
+_METRICS = (
+    Metric(
         "activation", "Activation", "How strongly each layer responds to each token.",
         "root mean square of the layer's output",
     ),
-    "gradient": Metric(
+    Metric(
         "gradient", "Gradient", "How much the loss would change with the layer's output there.",
         "norm of dL/d output",
     ),
-    "learning_cost": Metric(
+    Metric(
         "learning_cost", "Learning cost",
         "How far this token alone would move the layer's weights; of a block, of all inside it.",
         "norm of dL/d parameters",
     ),
-    "delta_sc": Metric(
+    Metric(
         "delta_sc", "Activation vs gradient",
         "Above 0: loud, though the loss hardly depends on it. Below 0: quiet, but it matters.",
         "z(activation) − z(gradient)", signed=True,
     ),
-}  # fmt: skip
-CURVES = {
-    "surprisal": Metric("surprisal", "Surprisal", "How unexpected the token was.", "nats"),
-    "entropy": Metric("entropy", "Entropy", "How undecided the model was before it.", "nats"),
-    "gradient_norm": Metric(
+)  # fmt: skip
+METRICS = {each.name: each for each in _METRICS}
+_CURVES = (
+    Metric("surprisal", "Surprisal", "How unexpected the token was.", "nats"),
+    Metric("entropy", "Entropy", "How undecided the model was before it.", "nats"),
+    Metric(
         "gradient_norm", "Gradient norm", "Norm of this token's gradient, all layers together.",
         "norm of dL/d parameters",
     ),
-}  # fmt: skip
-LONGEST = 400
-"""Characters of a token that are sent; the rest is counted."""
+)  # fmt: skip
+CURVES = {each.name: each for each in _CURVES}
 _KEPT = 4
 
 
 class Scanned(Protocol):
-    """What the board needs of a scan."""
+    """The part of a `Scan` that the board needs."""
 
     anatomy: Anatomy
     meta: Mapping[str, Any]
@@ -62,12 +70,12 @@ class Scanned(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> ScannedSequence: ...
     def refresh(self) -> int:
-        """How many sequences were added."""
+        """Return how many sequences were added."""
         ...
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What could not be read."""
+        """The files that could not be read."""
         ...
 
 
@@ -118,12 +126,12 @@ class ScanBoard(Board):
 
     @property
     def parts(self) -> Sequence[int]:
-        """How many voxels each layer has."""
+        """The number of voxels of each layer."""
         counts = np.bincount(self.scan.anatomy.layer, minlength=len(self.scan.anatomy.layers))
         return [int(counts[each]) for each in self._chosen]
 
     def about(self) -> dict[str, Any]:
-        """What the head of the page says."""
+        """Return what the head of the page says."""
         meta = self.scan.meta
         place = f"torchfmri.load({str(self.path)!r})" if self.path else "scan"
         missed = meta.get("missed") or {}
@@ -142,15 +150,15 @@ class ScanBoard(Board):
         }
 
     def entries(self) -> Sequence[Entry]:
-        """The sequences, without reading them."""
+        """Return the sequences, without reading them."""
         return self._entries
 
     def length(self, sequence: int) -> int:
-        """How many tokens a sequence has."""
+        """Return how many tokens a sequence has."""
         return self._entries[sequence].columns
 
     def reading(self, sequence: int) -> Reading:
-        """One sequence; the last few stay in memory."""
+        """Return one sequence; the last few stay in memory."""
         if sequence not in self._readings:
             found = Reading(self.scan.anatomy, self.scan[sequence], self.scan.meta)
             self._readings[sequence] = found
@@ -159,20 +167,27 @@ class ScanBoard(Board):
         return self._readings[sequence]
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """What was measured per layer."""
+        """Return what was measured per layer."""
         return [METRICS[name] for name in self.reading(sequence).metrics if name in METRICS]
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """Surprisal, entropy, and the norm of the token's gradient where it was measured."""
         measured = "learning_cost" in self.reading(sequence).sequence.layers
-        return [each for name, each in CURVES.items() if measured or name != "gradient_norm"]
+        tokens = self.reading(sequence).sequence.tokens
+        tops = {"surprisal": tokens.surprisal, "entropy": tokens.entropy}
+        # A prompt may surprise far more than an answer, whose bars could not be read beside it.
+        return [
+            replace(each, top=_largest(tops[name][tokens.generated])) if name in tops else each
+            for name, each in CURVES.items()
+            if measured or name != "gradient_norm"
+        ]
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The texts of some tokens."""
+        """Return the texts of some tokens."""
         return token_columns(self.reading(sequence).sequence.tokens, first, last)
 
     def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:
-        """(token, row) the values of a plane."""
+        """Return (token, row) the values of a plane."""
         reading = self.reading(sequence)
         if plane == TRACKS:
             return _curves(reading.sequence, [each.name for each in self.tracks(sequence)])
@@ -196,7 +211,7 @@ class ScanBoard(Board):
         return found if found.any() else None
 
     def _unmeasured(self, sequence: int, metric: str) -> NDArray[np.bool_]:
-        """(token, layer) what was not measured.
+        """Return (token, layer) what was not measured.
 
         A NaN that the model computed must not be taken for that. So of the tokens only the first
         and last ones count, in which no layer has a value: they were in a cache, or never run. Of
@@ -228,7 +243,7 @@ class ScanBoard(Board):
         return found
 
     def _not_compared(self, sequence: int) -> NDArray[np.bool_]:
-        """(token, layer) where activation and gradient are not compared, though neither is NaN."""
+        """Return (token, layer) whether delta_sc is missing though no NaN was computed."""
         found: NDArray[np.bool_] = np.isnan(self.values(sequence, "delta_sc", LAYERS))
         for metric in ("activation", "gradient"):
             computed = ~np.isfinite(self.values(sequence, metric, LAYERS))
@@ -236,11 +251,11 @@ class ScanBoard(Board):
         return found
 
     def _written(self, sequence: int) -> NDArray[np.bool_]:
-        """(token,) whether the model wrote it."""
+        """Return (token,) whether the model wrote it."""
         return self.reading(sequence).sequence.tokens.generated
 
     def names(self, plane: str) -> Sequence[str]:
-        """The names of the rows of a plane."""
+        """Return the names of the rows of a plane."""
         if plane in (LAYERS, TRACKS):
             return self._names if plane == LAYERS else list(CURVES)
         layer = self._layer(plane)
@@ -249,7 +264,7 @@ class ScanBoard(Board):
         return [plane + name[len(layer) :] for name in found]
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """Where values are not finite, what stayed silent, and checks that failed."""
+        """Return what is wrong: values that are not finite, silent layers, checks that failed."""
         reading = self.reading(sequence)
         found = list(self._broken(sequence))
         found += [Health(text, "warn") for text in failed_checks(reading.sequence)]
@@ -257,7 +272,7 @@ class ScanBoard(Board):
         return found
 
     def _broken(self, sequence: int) -> Iterator[Health]:
-        """Activations that are not finite although they were measured, and layers without any."""
+        """Yield layers whose measured activations are not finite, and silent layers."""
         if "activation" not in self.reading(sequence).sequence.layers or not self.length(sequence):
             return
         table = self.values(sequence, "activation", LAYERS)
@@ -266,11 +281,11 @@ class ScanBoard(Board):
         if not finite.all():
             bad = ~finite & ~self._unmeasured(sequence, "activation")
             if bad.any():
-                column = int(bad.any(1).argmax())
-                layer = self._names[self._origin(bad[column])]
+                origin, column, known = self._origin(sequence, bad)
+                layer = self._names[origin]
                 layers = plural(int(bad.any(0).sum()), "layer")
-                where = f"first in model order at {layer}, token {column}"
-                text = f"{layers} with NaN or infinite activations, {where}"
+                first = "first at" if known else "first in model order at"
+                text = f"{layers} with NaN or infinite activations, {first} {layer}, token {column}"
                 yield Health(text, "alarm", layer, column)
             silent = _silent(table)
         dead = [self._names[row] for row in np.flatnonzero(silent)]
@@ -278,20 +293,50 @@ class ScanBoard(Board):
             text = f"{plural(len(dead), 'layer')} silent at every token: {', '.join(dead[:3])}"
             yield Health(text + (" …" if len(dead) > 3 else ""), "warn", dead[0])
 
-    def _origin(self, bad: NDArray[np.bool_]) -> int:
-        """The first of some rows in model order that contains no other of them.
+    def _origin(self, sequence: int, bad: NDArray[np.bool_]) -> tuple[int, int, bool]:
+        """Return the row that was computed first of those not finite, its token, and more.
 
-        A container finishes after the layers inside it, so it only passes on what they computed.
+        The last value says whether the order of execution is known. Where it is not, as of scans by
+        earlier versions, the row is the first in model order that contains no other: a container
+        finishes after the layers inside it.
+
+        All tokens of a prompt are computed in one pass, so the order of the layers comes before
+        that of the tokens: in later layers a NaN may have spread to tokens before its own.
         """
-        inside = inside_of([self.scan.anatomy.layers[each] for each in self._chosen])
-        return next(row for row in np.flatnonzero(bad).tolist() if not bad[inside[row][1:]].any())
+        layers = [self.scan.anatomy.layers[each] for each in self._chosen]
+        first_pass = bad[: self._read_at_once(sequence)]
+        start = 0 if first_pass.any() else int(bad.any(1).argmax())
+        at_once = first_pass if first_pass.any() else bad[start : start + 1]
+        rows = np.flatnonzero(at_once.any(0)).tolist()
+        order = self.scan.meta.get("order")
+        listed = order if isinstance(order, list) else []
+        place = {name: at for at, name in enumerate(listed) if isinstance(name, str)}
+        known = all(layers[row] in place for row in rows)
+        if known:
+            origin = min(rows, key=lambda row: place[layers[row]])
+        else:
+            inside, broken = inside_of(layers), set(rows)
+            origin = next(row for row in rows if broken.isdisjoint(inside[row][1:]))
+        return origin, start + int(at_once[:, origin].argmax()), known
+
+    def _read_at_once(self, sequence: int) -> int:
+        """How many tokens the first pass of the model read: the prompt, or all of them."""
+        written = self._written(sequence)
+        # A model that generates is never run on the last token: it has values from a single pass.
+        if not written.any() or np.isfinite(self.values(sequence, "activation", LAYERS)[-1]).any():
+            return len(written)
+        return int(written.argmax())
+
+    def headline(self, sequence: int) -> str:
+        """What the model read and wrote, and which token it had expected least."""
+        return tokens_sentence(self.reading(sequence).sequence.tokens)
 
     def panels(self, sequence: int) -> Sequence[Panel]:
-        """Those that were handed over."""
+        """Return the panels that were handed over."""
         return self._panels
 
     def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
-        """What heads attended to there, and what a lens reads."""
+        """Return what heads attended to there, and what a lens reads."""
         label, part = row.partition("[")[0], None
         if label not in self._names:
             return ()
@@ -308,7 +353,7 @@ class ScanBoard(Board):
         )
 
     def _spell(self, sequence: ScannedSequence) -> Mapping[int, str]:
-        """The tokens of a sequence by id, and all others where a tokenizer is known."""
+        """Return the tokens of a sequence by id, and all others if there is a tokenizer."""
         known = dict(zip(sequence.tokens.ids.tolist(), sequence.tokens.pieces, strict=True))
         return known if self.tokenizer is None else _Spelling(known, self.tokenizer)
 
@@ -324,29 +369,10 @@ class _Spelling(dict[int, str]):
         self._tokenizer = tokenizer
 
     def get(self, token: int, default: Any = None) -> Any:
-        """The text of a token; what the text at hand does not have is decoded."""
+        """Return the text of a token; what the text at hand does not have is decoded."""
         if token not in self:
             self[token] = self._tokenizer.decode([token])
         return self[token]
-
-
-def token_columns(tokens: Tokens, first: int, last: int) -> dict[str, Any]:
-    """The texts of some tokens; one that is no character by itself is its bytes in hexadecimal."""
-    spelling = tokens.spelling[first:last]
-    pieces = [
-        _cut(piece) if piece or not spelt else f"‹{spelt[:8].hex(' ')}›"
-        for piece, spelt in zip(tokens.pieces_of(first, last), spelling, strict=True)
-    ]
-    return {
-        "pieces": pieces,
-        "ids": tokens.ids[first:last].tolist(),
-        "generated": tokens.generated[first:last].astype(int).tolist(),
-        "special": tokens.special[first:last].astype(int).tolist(),
-    }
-
-
-def _cut(piece: str) -> str:
-    return piece if len(piece) <= LONGEST else f"{piece[:LONGEST]}… ({len(piece):,} characters)"
 
 
 def _curves(sequence: ScannedSequence, names: Sequence[str]) -> NDArray[np.float32]:
@@ -359,8 +385,13 @@ def _curves(sequence: ScannedSequence, names: Sequence[str]) -> NDArray[np.float
     return np.stack([curves[name] for name in names], 1)
 
 
+def _largest(values: NDArray[np.floating[Any]]) -> float:
+    """Return the largest finite value, 0 if there is none."""
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
 def _silent(table: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
-    """(layer,) whether a layer has values, and all of them are 0."""
+    """Return (layer,) whether a layer has values, and all of them are 0."""
     finite = np.isfinite(table)
     found: NDArray[np.bool_] = ~table.any(0, where=finite) & finite.any(0)
     return found

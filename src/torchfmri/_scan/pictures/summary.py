@@ -1,4 +1,9 @@
-"""Tables of a scan: what the layers did over the tokens, and which sequences there are."""
+"""Make the tables of a scan: medians per layer over the tokens, and the list of its sequences.
+
+`Scan.table` and the notebook's view of a scan call `summary_grid` and `sequences_grid`;
+`failed_checks` also feeds the viewer. Columns and wording may change freely. A median must only be
+over tokens that count (`Reading.counted`), because the zeros of the prompt would hide all others.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ _SUSPICIOUS = 0.05
 
 
 def summary_grid(reading: Reading, title: str, *, fold: bool, notes: Sequence[str]) -> Grid:
-    """One line per layer, or per kind of layer: the median over tokens of each metric.
+    """Return a table with a line per layer or kind of layer: the median over tokens.
 
     Gradients and learning costs are summarised over the positions that the loss reaches; the table
     says how many these are.
@@ -73,7 +78,7 @@ def summary_grid(reading: Reading, title: str, *, fold: bool, notes: Sequence[st
 def sequences_grid(
     shown: Sequence[ScannedSequence], total: int, title: str, problems: Sequence[str]
 ) -> Grid:
-    """One line per sequence: how long it is, its condition, how it begins."""
+    """Return a table with a line per sequence: its length, its condition, how it begins."""
     rest = total - len(shown)
     notes = [f"{plural(rest, 'more sequence')}"] if rest else []
     notes += [f"not read: {problem}" for problem in problems]
@@ -89,7 +94,7 @@ def sequences_grid(
 
 
 def failed_checks(sequence: ScannedSequence) -> list[str]:
-    """What a sequence found wrong with itself, in words; rounding is far below the limit."""
+    """Return what a sequence found wrong with itself, in words; rounding is far below the limit."""
     checks, found = sequence.checks, []
     meanings = {
         "live_difference": "activations while generating and those of the pass are {:.0%} apart: "
@@ -120,7 +125,7 @@ def _median(values: NDArray[np.floating]) -> float:
 
 
 def _sparkline(values: NDArray[np.float64]) -> str:
-    """The logarithms of values over depth, from the lowest to the highest; "" for fewer than 3."""
+    """Return a sparkline of the logarithms of values over depth; "" for fewer than 3 values."""
     if len(values) < 3:
         return ""
     if len(values) > _LONGEST_LINE:
@@ -149,5 +154,5 @@ def _beginning(sequence: ScannedSequence) -> str:
 
 
 def _cut(text: str, most: int = _NAME) -> str:
-    """The beginning of a text, printable."""
+    """Return the beginning of a text, with nothing in it that a terminal would obey."""
     return printable(text if len(text) <= most else text[: most - 1] + "…")

@@ -1,4 +1,9 @@
-"""Features of a dictionary as columns of a table of prompts."""
+"""Turn the features of a dictionary into columns of a table of prompts.
+
+`prompt_values.tabulate` uses `FeatureRows` for level="feature". A scan keeps the strongest features
+of each token only, so a feature that is absent counts as 0; `notes` tells the user how often that
+may have lost something, and must stay. The sequences are read twice: first to find the columns.
+"""
 
 from __future__ import annotations
 

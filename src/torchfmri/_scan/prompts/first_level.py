@@ -1,4 +1,10 @@
-"""The model of a scan: a formula split into regressors of tokens and regressors of prompts."""
+"""Fit the linear model of a scan: split a formula into regressors of tokens and of prompts.
+
+`Scan.glm` calls `fit_glm`; the test over prompts is made later, in `_contrast/linear_model`. Every
+prompt has a regression of its own over its tokens. Anything that would mix tokens of several
+prompts (formulaic's `poly`, `center`) is refused: the prompt is the unit of replication, and the
+p-values would be wrong without any sign of it.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +92,7 @@ class _Fitted:
     """The first level of one prompt.
 
     Attributes:
-        name: Of the prompt.
+        name: The name of the prompt.
         mean: (v,) its values where all regressors are 0.
         slopes: (r, v).
         regressors: (s, r) of the tokens that count.
@@ -192,19 +198,16 @@ class _Formula:
         self.token_names = tuple(map(str, self._tokens.columns))
 
     def _frame(self) -> Any:
-        """What is known of the prompts, a row each."""
+        """Return a DataFrame with a row per prompt: its condition, its length and its fields."""
         sequences = self._source.sequences
         columns = field_columns(sequences, (*OF_TOKENS, "tokens"))
-        data: dict[str, list[Any]] = {each.name: [] for each in columns}
-        data |= {"condition": [], "tokens": []}
+        data: dict[str, list[Any]] = {each.name: [] for each in columns} | {"condition": []}
         for sequence in sequences:
-            for each in columns:
-                if each.name != "condition":
-                    value = each.value(sequence.fields)
-                    data[each.name].append(None if value == "" else value)
-            data["condition"].append(sequence.condition or None)
-            data["tokens"].append(len(sequence))
-        return self._pandas.DataFrame(data)
+            found = {each.name: each.value(sequence.fields) for each in columns}
+            found["condition"] = sequence.condition
+            for name, value in found.items():
+                data[name].append(None if value == "" else value)
+        return self._pandas.DataFrame(data | {"tokens": list(map(len, sequences))})
 
     def _leave_out(self, terms: Sequence[Any]) -> None:
         """Leave out the prompts that lack a field of the formula, which are no baseline."""
@@ -264,7 +267,7 @@ class _Formula:
             self._of_tokens.append(mine[0])
 
     def _token_matrix(self) -> Any:
-        """The regressors of all tokens of all prompts below each other."""
+        """Return the regressors of all tokens of all prompts below each other."""
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in OF_TOKENS}
         self._lengths = []
         for sequence in self._source.sequences:
@@ -282,7 +285,7 @@ class _Formula:
         return self._pandas.DataFrame(found).drop(columns="Intercept", errors="ignore")
 
     def token_designs(self) -> Iterator[NDArray[np.float64]]:
-        """(s, r) of each prompt in turn, also of those that are left out."""
+        """Yield (s, r) of each prompt in turn, also of prompts that are left out."""
         ends = np.cumsum([0, *self._lengths])
         whole = self._tokens.to_numpy(dtype=np.float64)
         known = np.isfinite(whole).all(1)
@@ -291,11 +294,11 @@ class _Formula:
             yield whole[first:last]
 
     def prompt_design(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """The names of the regressors of prompts, and (n, k)."""
+        """Return the names of the regressors of prompts, and (n, k)."""
         return self._design(self._of_prompts)
 
     def slope_design(self, name: str) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """What the slopes of a regressor of tokens are explained by: their mean, and products."""
+        """Return the design that explains the slopes of one regressor of tokens."""
         one = next((term for term in self._of_prompts if str(term) == "1"), None)
         intercept = [one] if one is not None else list(self._formulaic.Formula("1"))
         return self._design([*intercept, *self._mixed.get(name, [])])
@@ -309,7 +312,7 @@ class _Formula:
 
 
 def _names_in(factor: Any) -> set[str]:
-    """The names that a factor written in Python uses."""
+    """Return the names that a factor written in Python uses."""
     if factor.eval_method.value != "python":
         return set()
     return {each.id for each in ast.walk(ast.parse(factor.expr)) if isinstance(each, ast.Name)}

@@ -1,4 +1,9 @@
-"""The columns of a table of prompts: the layers, voxels, heads or units that a question names."""
+"""Find the columns of a table of prompts: the layers, voxels, heads or units of a question.
+
+`PromptRows` and `fit_glm` call `chosen_columns`. It returns what the columns are and where they
+stand in the tables of a sequence; both must have the same order, since values are taken by these
+places.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ _KINDS = np.array(KINDS, object)
 def chosen_columns(
     source: ValueSource, question: Question
 ) -> tuple[PromptColumns, NDArray[np.int64]]:
-    """What a source can give, and where that stands in its tables."""
+    """Return the columns that a source has, and their places in the tables of a sequence."""
     anatomy = source.anatomy
     chosen = matching_layers(question.layers, anatomy.layers, source.meta)
     if question.level == "unit":

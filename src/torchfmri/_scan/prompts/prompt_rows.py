@@ -1,4 +1,9 @@
-"""Prompts as rows of a table: the means of each column over the chosen tokens, and their gaps."""
+"""Turn a prompt into a row of a table: the mean of each column over the chosen tokens.
+
+`prompt_values.tabulate` uses `PromptRows` for all levels but "feature". Values that are not finite
+are left out of a mean and counted, and the counts become notes of the contrast: a column must never
+lose tokens silently. Of two scans, only the columns that both have are kept.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +93,10 @@ class PromptRows:
         found = vectors_of(sequence, tokens)
         absent = [layer for layer in layers if layer not in found]
         if absent:
-            raise InspectionError(f"{sequence.name!r} has no mean vector of {absent[0]!r}.")
+            raise InspectionError(
+                f"{sequence.name!r} has no mean vector of {absent[0]!r}. Choose layers= that all "
+                "prompts have."
+            )
         whole = np.concatenate([found[layer] for layer in layers])
         kept = choose_tokens(sequence, tokens, np.ones(len(sequence), bool))
         if not are_kept(sequence, tokens):
@@ -110,7 +118,7 @@ class PromptRows:
 
     @property
     def notes(self) -> list[str]:
-        """What has to be known of the columns and of the rows that were made."""
+        """The notes of a contrast about its columns and the rows made so far."""
         said = list(self._unpaired)
         if self._without:
             said.append(f"no finite value in any column at {self._without}: left out of the means")
@@ -126,7 +134,7 @@ class PromptRows:
 
 
 class _Tokens:
-    """How many tokens of which prompts."""
+    """A count of tokens, and of which prompts."""
 
     def __init__(self) -> None:
         self._count = 0

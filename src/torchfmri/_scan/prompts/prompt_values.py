@@ -1,4 +1,10 @@
-"""A table of prompts made of scans: means of layers, voxels or units over the chosen tokens."""
+"""Make the table that a contrast tests, one row per prompt, from one scan or several.
+
+`Scan.contrast`, `Scan.classify` and `torchfmri.contrast` call `tabulate`. A prompt is one row,
+however long it is, because tokens of one prompt are not independent. Prompts that cannot be used
+are left out with a note. Tables too large for memory are mapped from a temporary file; then values
+are float32, which they were before.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +38,7 @@ def tabulate(sources: Sequence[ValueSource], question: Question) -> PromptTable:
         InspectionError: There is no such metric, field or token.
     """
     made = _rows_of(sources, question)
-    names: list[str] = []
-    groups: list[str] = []
-    pairs: list[str | None] = []
-    counts: list[int] = []
-    places: list[int] = []
-    texts: list[int] = []
+    known: list[tuple[Any, ...]] = []
     left_out: list[str] = []
     values: NDArray[Any] | None = None
     total = sum(len(each.sequences) for each in sources)
@@ -49,16 +50,13 @@ def tabulate(sources: Sequence[ValueSource], question: Question) -> PromptTable:
         row, count = made.row(source, sequence)
         if values is None:
             values = _room(total, len(row))
-        values[len(names)] = row
-        names.append(sequence.name)
-        groups.append(group)
-        counts.append(count)
-        places.append(place)
-        texts.append(hash(b"".join(sequence.tokens.spelling)))
-        if question.paired is not None:
-            pairs.append(label_of(sequence.fields.get(question.paired)))
+        values[len(known)] = row
+        pair = None if question.paired is None else label_of(sequence.fields.get(question.paired))
+        text = hash(b"".join(sequence.tokens.spelling))
+        known.append((sequence.name, group, pair, count, place, text))
     if values is None:
         raise _no_conditions(sources, question.by)
+    names, groups, pairs, counts, places, texts = zip(*known, strict=True)
     if question.paired is not None and not any(each is not None for each in pairs):
         raise _no_pairs(sources, question.paired)
     if not any(counts):
@@ -112,7 +110,7 @@ def _room(rows: int, columns: int) -> NDArray[Any]:
 
 
 def _label(source: ValueSource, sequence: ScannedSequence, by: str) -> str | None:
-    """Return the condition of a prompt; None where it has none."""
+    """Return the condition of a prompt; None if it has none."""
     return condition_of(sequence, by) if source.label is None else source.label
 
 
@@ -128,7 +126,9 @@ def _no_pairs(sources: Sequence[ValueSource], paired: str) -> InspectionError:
 def _no_conditions(sources: Sequence[ValueSource], by: str) -> InspectionError:
     first = next((sequence for _, sequence in walk(sources)), None)
     if first is None:
-        return InspectionError("The scan has no sequences: there is nothing to compare.")
+        return InspectionError(
+            "The scan has no sequences: there is nothing to compare. Scan some prompts first."
+        )
     has = ", ".join(map(repr, first.fields)) or "none: scan a dataset, whose rows have fields"
     return InspectionError(
         f"No prompt of the scan has a condition in {by!r}. The fields of its rows are {has}. Name "

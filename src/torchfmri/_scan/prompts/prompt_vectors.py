@@ -1,4 +1,9 @@
-"""The mean vectors of a prompt: one per layer, over the chosen tokens."""
+"""Read the mean vectors of a prompt, one per layer, over the chosen tokens.
+
+`prompt_rows` compares them unit by unit (metric="signed"), and a contrast reads its directions from
+them. A scan may have kept them itself (`ScanOptions(vectors=...)`); otherwise they are computed
+from full tensors, if there are any. Both ways must agree, which `test_prompt_values.py` checks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ def are_kept(sequence: ScannedSequence, tokens: TokenChoice) -> bool:
 
 
 def chosen_rows(tensor: NDArray[Any], sequence: ScannedSequence, tokens: TokenChoice) -> Any:
-    """Return (s,) which tokens count for a tensor (s, w): of those, the last that has values."""
+    """Return (s,) which tokens count for a tensor (s, w); "last" is the last one with values."""
     return choose_tokens(sequence, tokens, np.isfinite(tensor).any(1))
 
 

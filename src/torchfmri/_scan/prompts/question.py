@@ -1,4 +1,10 @@
-"""What is asked of the prompts of scans: of which sequences, and which of their values."""
+"""The question that is asked of the prompts of scans, and the sequences that it is asked of.
+
+`Scan` and `two_scans` fill in a `Question` from the user's arguments and hand it to the functions
+of this folder together with `ValueSource`s. A question checks itself when it is made, so that a
+typing error is reported before anything is read. A new level is an entry of `LEVELS` and a way to
+make its columns in `prompt_columns`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +48,7 @@ class ValueSource:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the prompts.
+    """The question that is asked of prompts: which values, of which tokens, grouped how.
 
     Attributes:
         metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed" for the mean
@@ -101,7 +107,7 @@ def walk(sources: Sequence[ValueSource]) -> Iterator[tuple[ValueSource, ScannedS
 
 
 def condition_of(sequence: ScannedSequence, by: str) -> str | None:
-    """Return the condition of a prompt in the field `by`; None where it has none."""
+    """Return the condition of a prompt in the field `by`; None if it has none."""
     if by == "condition" and sequence.condition:
         return sequence.condition
     return label_of(sequence.fields.get(by))

@@ -1,4 +1,10 @@
-"""Which tokens of a sequence count: by who wrote them, by place, or by what the text says there."""
+"""Choose the tokens of a sequence that count: by author, by place, or by what the text says there.
+
+Contrasts, linear models and probes call `choose_tokens`. A new form of choice needs a line in
+`check_tokens`, in `token_words` and in `choose_tokens`, and one in `cli/contrast.read_tokens`.
+Positions of characters are counted over the text without special tokens. One character may be
+spread over several tokens, so places are compared in bytes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +65,7 @@ def _is_span(value: Any) -> bool:
 
 
 def token_words(tokens: TokenChoice) -> str:
-    """The choice in words."""
+    """Return the choice in words."""
     if isinstance(tokens, str):
         return WORDS[tokens]
     if isinstance(tokens, re.Pattern):
@@ -81,7 +87,7 @@ def token_words(tokens: TokenChoice) -> str:
 
 
 def why_none(tokens: TokenChoice) -> str:
-    """What to know where a choice chooses nothing."""
+    """Return the hint for a user whose choice chose no token."""
     if isinstance(tokens, (re.Pattern, Mapping)):
         return (
             "Characters are counted, and patterns looked for, in the text without its special "
@@ -96,7 +102,7 @@ def why_none(tokens: TokenChoice) -> str:
 def choose_tokens(
     sequence: ScannedSequence, tokens: TokenChoice, measured: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """(s,) which tokens count. Special tokens never do, unless a position names them.
+    """Return (s,) which tokens count. Special tokens never do, unless a position names them.
 
     Args:
         sequence: The tokens, and the row that they come from.
@@ -131,7 +137,7 @@ def _only(length: int, where: Any) -> NDArray[np.bool_]:
 def _standing_in(
     sequence: ScannedSequence, tokens: re.Pattern[str] | Mapping[str, Any]
 ) -> NDArray[np.bool_]:
-    """(s,) the tokens with a byte in what a pattern, a range, a field or a role names."""
+    """Return (s,) the tokens with a byte in what a pattern, a range, a field or a role names."""
     said = sequence.tokens
     if isinstance(tokens, re.Pattern):
         return _matching(said, tokens)
@@ -146,19 +152,21 @@ def _standing_in(
         return _touching(said.spelling, _role_spans(sequence, value, _text(said.spelling)))
     if value not in sequence.fields:
         has = ", ".join(map(repr, sequence.fields)) or "none"
-        raise InspectionError(f"{sequence.name!r} has no field {value!r}; its fields are {has}.")
+        raise InspectionError(
+            f"{sequence.name!r} has no field {value!r}; its fields are {has}. Name one of them."
+        )
     wanted = re.escape(str(sequence.fields[value]))
     return _touching(said.spelling, _found(wanted, _text(said.spelling)) if wanted else [])
 
 
 def _without_special(tokens: Tokens) -> list[bytes]:
-    """The spelling of the tokens as the user wrote them: nothing for special ones."""
+    """Return the spelling of the tokens as the user wrote them: nothing for special ones."""
     pairs = zip(tokens.spelling, tokens.special, strict=True)
     return [b"" if special else each for each, special in pairs]
 
 
 def _matching(tokens: Tokens, pattern: re.Pattern[str]) -> NDArray[np.bool_]:
-    """(s,) the tokens that match, in each stretch of text between special tokens."""
+    """Return (s,) the tokens that match, in each stretch of text between special tokens."""
     spelling = _without_special(tokens)
     kept = np.zeros(len(tokens), bool)
     borders = [-1, *np.flatnonzero(tokens.special).tolist(), len(tokens)]
@@ -178,7 +186,7 @@ def _text(spelling: Sequence[bytes]) -> str:
 
 
 def _role_spans(sequence: ScannedSequence, role: str, text: str) -> Iterator[tuple[int, int]]:
-    """Where the messages of a role stand; what was generated is the assistant's."""
+    """Yield where the messages of a role stand; what was generated is the assistant's."""
     at, roles = 0, []
     for message in _messages(sequence):
         content = str(message.get("content", ""))
@@ -214,7 +222,7 @@ def _messages(sequence: ScannedSequence) -> Sequence[Mapping[str, Any]]:
 
 
 def _touching(spelling: Sequence[bytes], spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-    """(s,) the tokens with a byte in one of the spans (first, end) of characters."""
+    """Return (s,) the tokens with a byte in one of the spans (first, end) of characters."""
     text = _text(spelling)
     ends = np.cumsum([0, *map(len, spelling)])
     kept = np.zeros(len(spelling), bool)

@@ -1,4 +1,10 @@
-"""The anatomy of a scanned model: its layers in order, and the voxels that each is made of."""
+"""The anatomy of a scanned model: its layers in order, and the voxels that each is made of.
+
+The scanner makes one `Anatomy` per model, and everything else uses it to name the columns of its
+tables. It is public and stands in `meta.json` of every stored scan. The order of the layers and
+voxels must not change, because it is the only thing that says which column is which. Neither may
+the order of `KINDS`: files hold its indices.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +76,7 @@ class Anatomy:
         kinds: Sequence[str] | None = None,
         experts: Sequence[int] | None = None,
     ) -> Anatomy:
-        """The anatomy of layers with so many units each, cut into voxels of the given size.
+        """Return the anatomy of layers with so many units each, cut into voxels of the given size.
 
         Args:
             layers: Their names.
@@ -117,7 +123,7 @@ class Anatomy:
         return {name: index for index, name in enumerate(self.layers)}
 
     def column(self, layer: str) -> int:
-        """The column of a layer.
+        """Return the column of a layer.
 
         Raises:
             LayerNotFoundError: There is no such layer in the scan.
@@ -127,7 +133,7 @@ class Anatomy:
         return self.index[layer]
 
     def voxels_of(self, layer: str) -> slice:
-        """The columns of a layer's voxels."""
+        """Return the columns of a layer's voxels."""
         first, last = np.searchsorted(self.layer, [self.column(layer), self.column(layer) + 1])
         return slice(int(first), int(last))
 

@@ -1,4 +1,9 @@
-"""Layers by kind: which of them stand for a block of the model, and what is inside each."""
+"""Sort layers by their names: which kind they are of, which block they are in, what is inside them.
+
+Tables, pictures and delta_sc call these functions. Names are all that is known, since a scan does
+not have the model. `kinds_of` decides which layers delta_sc compares with each other, so changing
+it changes numbers; `outline_of` only chooses what a picture shows, and may change freely.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ _FEW = 48
 
 
 def kinds_of(layers: Sequence[str]) -> dict[str, list[int]]:
-    """Kind -> the columns of its layers: names that differ only in numbers are of one kind.
+    """Return kind -> the columns of its layers: names that differ only in numbers are of one kind.
 
     Examples:
         >>> kinds_of(["embed", "layers.0.mlp", "layers.1.mlp"])
@@ -24,7 +29,7 @@ def kinds_of(layers: Sequence[str]) -> dict[str, list[int]]:
 
 
 def block_of(layer: str) -> str:
-    """The numbered block that a layer belongs to: up to its first number; "" outside of blocks.
+    """Return the numbered block that a layer belongs to, up to its first number; else "".
 
     Examples:
         >>> block_of("model.layers.3.mlp.up_proj"), block_of("lm_head")
@@ -36,7 +41,7 @@ def block_of(layer: str) -> str:
 
 
 def depth_of(layer: str) -> int | None:
-    """The number of the block that a layer belongs to; None outside of blocks."""
+    """Return the number of the block that a layer belongs to; None outside of blocks."""
     block = block_of(layer)
     return int(block.rpartition(".")[2]) if block else None
 
@@ -55,7 +60,7 @@ def inside_of(layers: Sequence[str]) -> list[list[int]]:
 
 
 def outline_of(layers: Sequence[str]) -> list[int]:
-    """The columns of the layers that give an overview, in model order.
+    """Return the columns of the layers that give an overview, in model order.
 
     Of a model with many layers: its numbered blocks, the parts of a block that have parts
     themselves (attention, MLP), and what is outside of blocks and has no parts (the embedding, the

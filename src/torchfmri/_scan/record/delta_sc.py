@@ -1,7 +1,9 @@
-"""delta_sc = z(activation) - z(gradient norm): loud, or needed? Computed on read, never stored.
+"""Compute delta_sc = z(activation) - z(gradient norm): is a layer loud, or needed?
 
-z is a value minus the mean, over the standard deviation (that of the population). Values that are
-not finite are left out of both; where the standard deviation is 0 there is no z, but nan.
+`Reading.table` calls this whenever delta_sc is read; it is never stored, so that a better
+definition also holds for old scans. z is a value minus the mean, divided by the standard deviation
+of the population. Values that are not finite are left out of both. Where the deviation is 0 there
+is no z, and the result is nan and not 0: equal values do not say that nothing differs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ Doubles = NDArray[np.float64]
 
 
 def standardised(values: NDArray[np.floating], axis: int = -1) -> Doubles:
-    """The z of values along an axis; nan where a value is not finite, or all of them are equal.
+    """Return the z of values along an axis; nan for what is not finite, or if all are equal.
 
     Examples:
         >>> standardised(np.array([1.0, 2.0, 3.0])).round(3).tolist()
@@ -38,7 +40,7 @@ def standardised(values: NDArray[np.floating], axis: int = -1) -> Doubles:
 
 
 def log10(values: NDArray[np.floating]) -> Doubles:
-    """The logarithm; nan for what is not above zero."""
+    """Return the logarithm; nan for what is not above zero."""
     positive = values > 0
     numbers = np.where(positive, values, 1.0).astype(np.float64)
     result: Doubles = np.where(positive, np.log10(numbers), np.nan)
@@ -48,7 +50,7 @@ def log10(values: NDArray[np.floating]) -> Doubles:
 def delta_within_layers(
     activation: NDArray[np.floating], gradient: NDArray[np.floating], layer: NDArray[np.integer]
 ) -> Doubles:
-    """The contrast of voxels within their layer, token by token.
+    """Return the contrast of voxels within their layer, token by token.
 
     Args:
         activation: (s, voxel)
@@ -65,7 +67,7 @@ def delta_between_layers(
     gradient: NDArray[np.floating],
     kinds: Iterable[list[int]],
 ) -> Doubles:
-    """The contrast of layers of one kind, token by token, of log10 values.
+    """Return the contrast of layers of one kind, token by token, of log10 values.
 
     Args:
         activation: (s, layer)

@@ -1,4 +1,10 @@
-"""What a sequence of a scan says: its values by layer or voxel, chosen by name."""
+"""Read one sequence of a scan: its values by layer or voxel, chosen by name.
+
+Tables, pictures, contrasts and the command line all read values through `Reading`, so that a name
+such as `L3.mlp` and a metric such as "delta_sc" mean the same everywhere. Values come as they were
+measured; `whole` and `counted` hold the two rules that summaries need: a block's learning cost is
+that of everything inside it, and only tokens that the loss reaches count.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class Values(NamedTuple):
 def matching_layers(
     pattern: str | Sequence[str], layers: Sequence[str], meta: Mapping[str, Any]
 ) -> list[str]:
-    """The layers of a scan, in order, that match a pattern or are places such as `L3.mlp`.
+    """Return the layers of a scan, in order, that match a pattern or are places such as `L3.mlp`.
 
     Raises:
         LayerNotFoundError: None does.
@@ -60,7 +66,7 @@ def matching_layers(
 
 
 def only_layer(name: str, anatomy: Anatomy, meta: Mapping[str, Any]) -> str:
-    """The one layer of a scan that a name, or a place such as `L3.mlp`, stands for.
+    """Return the one layer of a scan that a name, or a place such as `L3.mlp`, stands for.
 
     Raises:
         LayerNotFoundError: There is no such layer in the scan.
@@ -92,11 +98,11 @@ class Reading:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What can be read per layer."""
+        """The metrics that can be read per layer."""
         return metrics_of(self.sequence, "layer")
 
     def columns(self, pattern: str | Sequence[str]) -> list[int]:
-        """The layers whose names match one of the patterns.
+        """Return the layers whose names match one of the patterns.
 
         Raises:
             LayerNotFoundError: None does.
@@ -105,13 +111,13 @@ class Reading:
         return [self.anatomy.index[each] for each in chosen]
 
     def table(self, metric: str, by: str) -> NDArray[np.floating]:
-        """(s, layer) or (s, voxel), all of them.
+        """Return the values of all layers (s, layer), or of all voxels (s, voxel).
 
         Raises:
             InspectionError: There is no such metric in the scan.
         """
         if by not in BY:
-            raise InspectionError(f"by={by!r} is neither 'layer' nor 'voxel'.")
+            raise InspectionError(f"by={by!r} is neither 'layer' nor 'voxel'. Choose one.")
         tables = self.sequence.layers if by == "layer" else self.sequence.voxels
         if metric == DELTA:
             parts = self.table("activation", by), self.table("gradient", by)
@@ -126,7 +132,7 @@ class Reading:
         raise InspectionError(f"This scan has no {metric} per {by}: it has {has}.{_ADVICE[metric]}")
 
     def values(self, metric: str, by: str, pattern: str | Sequence[str]) -> Values:
-        """The values of the layers that match, or of their voxels."""
+        """Return the values of the layers that match, or of their voxels."""
         table, columns = self.table(metric, by), self.columns(pattern)
         if by == "layer":
             return Values(
@@ -136,7 +142,7 @@ class Reading:
         return Values(tuple(voxel_name(self.anatomy, voxel) for voxel in voxels), table[:, voxels])
 
     def whole(self, metric: str) -> NDArray[np.floating]:
-        """(s, layer), where the learning cost of a layer is that of everything inside it.
+        """Return (s, layer); the learning cost of a layer is that of everything inside it.
 
         Norms of different parameters add up as squares, so that a block gets a learning cost too.
         A parameter that two layers share counts for both.
@@ -153,7 +159,7 @@ class Reading:
         return result
 
     def counted(self, metric: str, values: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """(s, layer): which values of a metric a summary over tokens is made of.
+        """Return (s, layer) whether a value of a metric counts in a summary over tokens.
 
         All that are finite. Of a gradient or a learning cost, only those at positions that the loss
         reaches in that layer: where the loss is computed, or where the value is not zero. (The
@@ -172,7 +178,7 @@ class Reading:
         return kept
 
     def _has_loss(self) -> NDArray[np.bool_]:
-        """(s,): whether the loss is computed there; of a user's own loss it is not known."""
+        """Return (s,): whether the loss is computed there; of a user's own loss it is not known."""
         loss = str(self.meta.get("loss") or "")
         if loss.startswith(OWN_LOSS):
             return np.zeros(len(self.sequence), dtype=bool)
@@ -181,7 +187,7 @@ class Reading:
         return np.append(self.sequence.tokens.generated[1:], False)  # t predicts token t + 1
 
     def medians(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """(layer,) the median of a metric over the tokens that count, and how many these are."""
+        """Return (layer,) the median of a metric over the tokens that count, and their number."""
         values = self.table(metric, "layer")
         kept = self.counted(metric, values)
         return quantile(values, kept, 0.5), kept.sum(0)
@@ -190,26 +196,26 @@ class Reading:
 def quantile(
     values: NDArray[np.floating], kept: NDArray[np.bool_], q: float
 ) -> NDArray[np.float64]:
-    """(layer,) a quantile of each column's values that are kept; nan where there is none."""
+    """Return (layer,) a quantile of each column's values that are kept; nan where there is none."""
     pairs = zip(values.T, kept.T, strict=True)
     return np.array([np.quantile(v[k], q) if k.any() else np.nan for v, k in pairs], np.float64)
 
 
 def span_text(counts: NDArray[np.integer]) -> str:
-    """How many tokens several layers have, those without any left out: "8", or "8 to 17"."""
+    """Return how many tokens several layers have, those without any left out: "8", or "8 to 17"."""
     known = sorted(set(counts[counts > 0].tolist()))
     return " to ".join(f"{each:,}" for each in dict.fromkeys(known[:1] + known[-1:])) or "-"
 
 
 def metrics_of(sequence: ScannedSequence, by: str) -> tuple[str, ...]:
-    """What can be read of a sequence, delta_sc included."""
+    """Return what can be read of a sequence, delta_sc included."""
     tables = sequence.layers if by == "layer" else sequence.voxels
     stored = tuple(metric for metric in METRICS if metric in tables)
     return (*stored, DELTA) if {"activation", "gradient"} <= set(stored) else stored
 
 
 def voxel_name(anatomy: Anatomy, voxel: int) -> str:
-    """What a voxel is called: its layer, and which head, expert or units of it.
+    """Return what a voxel is called: its layer, and which head, expert or units of it.
 
     Examples:
         >>> anatomy = Anatomy.of_widths(["q", "mlp"], ["Linear"] * 2, [128, 100], [64, 64],
@@ -227,14 +233,14 @@ def voxel_name(anatomy: Anatomy, voxel: int) -> str:
 
 
 def _head_size(anatomy: Anatomy, layer: int) -> int:
-    """How many units a head of the layer has: as many as its first voxel."""
+    """Return how many units a head of the layer has: as many as its first voxel."""
     return int(anatomy.count[np.searchsorted(anatomy.layer, layer)])
 
 
 def merged_statistics(
     sequences: Sequence[ScannedSequence], column: int
 ) -> dict[str, dict[str, float]]:
-    """What was watched -> the statistics of one layer over several sequences.
+    """Return what was watched -> the statistics of one layer over several sequences.
 
     Mean and standard deviation (that of the population) are of the finite values.
     """
@@ -246,7 +252,11 @@ def merged_statistics(
 
 
 def _merge(rows: NDArray[np.float64]) -> dict[str, float]:
-    """(sequence, STATISTICS) -> the statistics of all together."""
+    """Return the statistics of all together, from rows (sequence, STATISTICS).
+
+    `Statistics.merge` does this for tensors. Rows read from a file may hold anything, also NaN for
+    a count, so nothing here becomes a whole number.
+    """
     part = {name: rows[:, index] for index, name in enumerate(STATISTICS)}
     finite = part["count"] - part["nan"] - part["inf"]
     used = finite > 0

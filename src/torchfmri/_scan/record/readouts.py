@@ -1,7 +1,9 @@
-"""What was read out of a model beside its activations, kept among the tensors of a sequence.
+"""The names of readouts: what was read out of a model beside its activations.
 
-A readout is a tensor (s, columns) whose name is that of a layer, `@`, and what it is:
-`model.layers.3.self_attn@attention_entropy` has one column per head. Names of layers have no `@`.
+A readout is a tensor (s, columns) of a sequence. Its name is that of a layer, `@`, and what it is:
+`model.layers.3.self_attn@attention_entropy` has one column per head. `run/readouts` writes them,
+`pictures` and `prompts` read them. The names stand in stored scans and must not change; names of
+layers have no `@`.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ LENS_PARTS = ("rank", "probability", "entropy", "top", "top_probability")
 
 
 def readout_name(layer: str, what: str) -> str:
-    """The name of a readout among the tensors of a sequence."""
+    """Return the name of a readout among the tensors of a sequence."""
     return f"{layer}@{what}"
 
 
 def find_readouts(sequence: ScannedSequence, what: str) -> dict[str, NDArray[Any]]:
-    """Layer -> the readout of this kind, in the order in which the model ran."""
+    """Return layer -> the readout of this kind, in the order in which the model ran."""
     found = {}
     for name, values in sequence.tensors.items():
         layer, separator, kind = name.rpartition("@")
@@ -46,7 +48,7 @@ def find_readouts(sequence: ScannedSequence, what: str) -> dict[str, NDArray[Any
 
 
 def _order(layer: str) -> tuple[Any, ...]:
-    """Numbers in names as numbers: those read from files come by alphabet."""
+    """Return a key that sorts numbers in names as numbers: files list names by alphabet."""
     return tuple(
         (0, int(each), "") if each.isdigit() else (1, 0, each) for each in layer.split(".")
     )
@@ -55,7 +57,7 @@ def _order(layer: str) -> tuple[Any, ...]:
 def choose_readouts(
     sequence: ScannedSequence, what: str, pattern: str | Sequence[str], advice: str
 ) -> dict[str, NDArray[Any]]:
-    """The readouts of the layers that match.
+    """Return the readouts of the layers that match.
 
     Raises:
         LayerNotFoundError: None does.
@@ -74,7 +76,7 @@ def choose_readouts(
 
 
 def _in_block(name: str, layers: Sequence[str]) -> list[str]:
-    """The layers that a name such as `L2.attn` means among those of one kind of readout.
+    """Return the layers that a name such as `L2.attn` means among those of one kind of readout.
 
     The model is gone, so that the number of the block has to tell: of the layers that compute
     attention, those in that block.
@@ -95,7 +97,7 @@ def _in_block(name: str, layers: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """Where a router sent the tokens of a sequence.
+    """The experts that a router chose for the tokens of a sequence.
 
     Attributes:
         layer: The router.
@@ -110,7 +112,7 @@ class Experts:
     entropy: NDArray[np.float32]
 
     def load(self, experts: int | None = None) -> NDArray[np.int64]:
-        """How many tokens each expert got.
+        """Return how many tokens each expert got.
 
         Args:
             experts: How many there are; as many as were seen by default.

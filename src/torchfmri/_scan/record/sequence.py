@@ -1,4 +1,9 @@
-"""One scanned sequence: its tokens, and what each layer did at each of them."""
+"""One scanned sequence: its tokens, and what each layer did at each of them.
+
+`run` makes a `ScannedSequence`, `store` writes and reads it, everything else reads it. Both classes
+are public. A new field needs a default, because scans written before do not have it, and a place in
+`store/packing`. The order of `METRICS`, `STATISTICS` and `VECTORS` is part of the stored format.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +57,12 @@ class Tokens:
     generated: NDArray[np.bool_]
     special: NDArray[np.bool_]
 
+    @classmethod
+    def none(cls) -> Tokens:
+        """Return no tokens, in arrays of the types that tokens have."""
+        number, flag = np.empty(0, np.float32), np.empty(0, bool)
+        return cls(np.empty(0, np.int64), (), number, number, generated=flag, special=flag)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -69,7 +80,7 @@ class Tokens:
         return _spell(self.spelling)
 
     def pieces_of(self, first: int, last: int) -> list[str]:
-        """`pieces[first:last]`, without spelling the whole of a long text."""
+        """Return `pieces[first:last]`, without spelling the whole of a long text."""
         start = max(0, first - _CHARACTER)
         return _spell(self.spelling[start : last + _CHARACTER])[first - start : last - start]
 
@@ -90,7 +101,7 @@ def _spell(spelling: Sequence[bytes]) -> list[str]:
 
 
 def _complete(data: bytes) -> tuple[str, bytes]:
-    """The characters that are complete, and the bytes of one that may yet become so."""
+    """Return the characters that are complete, and the bytes of one that may yet become so."""
     if data.isascii():  # most tokens of most texts
         return data.decode("ascii"), b""
     for length in range(min(3, len(data)), 0, -1):
@@ -152,7 +163,7 @@ class ScannedSequence:
 
     @property
     def beginning(self) -> str:
-        """How the prompt begins, on one line and without special tokens: what lists call it."""
+        """The beginning of the prompt, on one line and without special tokens, for lists."""
         tokens = self.tokens
         given = ~tokens.special & ~tokens.generated
         kept = np.flatnonzero(given if given.any() else ~tokens.special)[:_LISTED]
@@ -161,7 +172,7 @@ class ScannedSequence:
 
     @property
     def unmeasured(self) -> list[str]:
-        """What tokens of this sequence lack though tokens have it, in words, with the reason."""
+        """The values that tokens of this sequence lack, in words, with the reason."""
         found = []
         lacking, written = np.isnan(self.tokens.surprisal[1:]), self.tokens.generated[1:]
         if lacking.any():

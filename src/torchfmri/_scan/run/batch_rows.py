@@ -1,4 +1,8 @@
-"""A batch cut into its sequences: without padding, each with its own values and checks."""
+"""A batch cut into its sequences: without padding, each with its own values and checks.
+
+`BatchRun` calls `cut_rows` once, when the model is done. What grows with the batch here is slicing
+alone; statistics come as one table of all sequences.
+"""
 
 from __future__ import annotations
 

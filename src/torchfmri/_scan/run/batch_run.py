@@ -1,4 +1,9 @@
-"""WIRE: one batch of prompts: generated under watch, run once with gradients, cut into rows."""
+"""WIRE: one batch of prompts: generated under watch, run once with gradients, cut into rows.
+
+`Scanner` makes a `BatchRun` for each batch and runs it with the model in eval mode, after saving
+the model's state. Compiled code runs eagerly in here, except where `recorded_inside` takes it over:
+hooks that were added after compiling would not be called.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ class BatchRun:
         tell_every: Seconds that tokens may wait to be told together.
         notes: What has to be known about the result.
         missed: Layer -> what was not captured of it, and why.
-        is_compiled: Whether the steps of generating ran compiled.
+        path: How the steps of generating ran: "compiled", "compiled parts" or "eager".
     """
 
     options: ScanOptions
@@ -68,7 +73,7 @@ class BatchRun:
     tell_every: float = 0.0
     notes: list[str] = field(default_factory=list)
     missed: dict[str, str] = field(default_factory=dict)
-    is_compiled: bool = False
+    path: str = "eager"
 
     @property
     def count(self) -> int:
@@ -127,7 +132,7 @@ class BatchRun:
         # A loop of the user's own may run backward passes.
         own = model.parameters() if self.decoding.decode is not None else ()
         # What is not recorded again after compiled steps is what the user would run: compiled.
-        stance = nullcontext() if self.is_compiled and not record else compiled_code_as_eager()
+        stance = nullcontext() if self.path != "eager" and not record else compiled_code_as_eager()
         with spared_grad(own), generators_restored(), torch.no_grad(), stance:
             if self.seed is not None:
                 torch.manual_seed(self.seed)
@@ -149,10 +154,8 @@ class BatchRun:
             config = self.decoding.setting(model, "compile_config")
             with recording, recorded_inside(recording, config) as compiled:
                 ids = self.decoding.run(model, self.prompt, endings)
-            if compiled is not None:
-                self.is_compiled = compiled.ran and not compiled.reason
-                if compiled.reason:
-                    self.notes.append(f"steps ran eagerly: {compiled.reason}")
+            self.path = compiled.path
+            self.notes += compiled.notes
             if not recording.seen:
                 self.notes.append(
                     "activations are from the pass alone: the model was not run while decoding"

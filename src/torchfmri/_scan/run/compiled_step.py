@@ -1,9 +1,13 @@
-"""CAPTURE: the outputs of all layers in a step that runs compiled, recorded inside its graph.
+"""CAPTURE: what layers put out in code that runs compiled, recorded inside its graph.
 
-Compiled code calls no hooks that were added after it, so the step is compiled once more, with hooks
-that are traced into the graph. Each hands over its output, and the graph returns all of them joined
-to one tensor. The code is a function of our own, so that what the user compiled is neither used nor
-touched.
+Compiled code calls no hooks that were added after it, so what is recorded is compiled once more,
+with hooks that are traced into the graph. Each hands over its output. The code is a function of our
+own, so that what the user compiled is neither used nor touched.
+
+`recorded_generation` uses `CompiledStep` for a model that is compiled as a whole, `recorded_parts`
+uses `make_part` for compiled modules inside a model that is not. Two things must stay as they are,
+or torch compiles again at every scan: the hooks are the same function objects for everybody
+(`_make_hook` keeps them), and no hook refers to a list or a module of its own.
 """
 
 from __future__ import annotations
@@ -11,20 +15,22 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._scan.run.flat_layout import FlatLayout
+from torchfmri._scan.run.subject import ScannedLayer
 from torchfmri._scan.run.token_axis import first_tensor
 from torchfmri._torch import HookSet, uncompiled_call
 
 _steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], CompiledStep]]
 _steps = weakref.WeakKeyDictionary()
 """By model: compiling takes a minute, so it is done for the first scan alone."""
-_parts: list[tuple[int, Tensor]] = []
+_outputs: list[tuple[int, Tensor]] = []
 """The outputs of the step that is traced, each with its place. One list for all hooks, not one that
 each of them refers to: torch would make sure before every step that it is the same one for all."""
 
@@ -65,9 +71,6 @@ class CompiledStep:
     """
 
     def __init__(self, layout: FlatLayout, b: int, compiler: StepCompiler) -> None:
-        self._hooks = [
-            _make_hook(place, each.is_written) for place, each in enumerate(layout.layers)
-        ]
         self._run = compiler.compile(_make_step(layout, b))
 
     def __call__(
@@ -87,34 +90,35 @@ class CompiledStep:
         # The next step may write its result to the same place.
         return output, None if flat is None else flat.clone()
 
-    @contextlib.contextmanager
-    def attached(self, layout: FlatLayout) -> Iterator[None]:
-        """Have the hooks on these layers, so that tracing meets them."""
-        hooks = HookSet()
-        try:
-            for layer, hook in zip(layout.layers, self._hooks, strict=True):
-                hooks.after([layer.module], hook)
-            yield
-        finally:
-            hooks.remove()
+
+@contextlib.contextmanager
+def recording_hooks(layers: Sequence[ScannedLayer]) -> Iterator[None]:
+    """Have hooks on these layers, so that tracing meets them; the place of each is its number."""
+    hooks = HookSet()
+    try:
+        for place, layer in enumerate(layers):
+            hooks.after([layer.module], _make_hook(place, layer.is_written))
+        yield
+    finally:
+        hooks.remove()
 
 
+@cache
 def _make_hook(place: int, copies: bool) -> Callable[..., None]:
+    """The hook that records an output at a place: the same one for every module and every scan."""
+
     def record(module: nn.Module, arguments: object, keywords: object, output: object) -> None:
         if not torch.compiler.is_compiling():
             return
         tensor = first_tensor(output)
         if tensor is not None:
-            _parts.append((place, tensor.clone() if copies else tensor))
+            _outputs.append((place, tensor.clone() if copies else tensor))
 
     return record
 
 
 def _make_step(layout: FlatLayout, b: int) -> Callable[..., Any]:
-    """A function of model and keywords, with a code object of its own.
-
-    What torch has compiled is kept, and limited, by code object.
-    """
+    """A function of model and keywords, with a code object of its own."""
     axes = [each.axis for each in layout.layers if each.axis is not None]
     shapes = [(b, 1, each.width) for each in axes]
     # Most outputs are (b, 1, w) as they come; the others need to be viewed so.
@@ -123,24 +127,49 @@ def _make_step(layout: FlatLayout, b: int) -> Callable[..., Any]:
     }
 
     def step(model: nn.Module, keywords: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        _parts.clear()
+        _outputs.clear()
         # Not `model(...)`, where the user's own compiled code may stand.
         output = uncompiled_call(model)(**keywords)
         ordered: list[Any] = [None] * len(shapes)
-        for place, tensor in _parts:
+        for place, tensor in _outputs:
             axis = viewed.get(place)
             rows = tensor if axis is None else axis.rows(tensor, b, 1)
             if rows is not None and rows.shape == shapes[place]:
                 ordered[place] = rows
-        _parts.clear()
+        _outputs.clear()
         for each in ordered:
             if each is None:
                 return output, None
         return output, _join(ordered)
 
-    return types.FunctionType(
-        step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__
-    )
+    return _with_own_code(step)
+
+
+def make_part() -> Callable[..., Any]:
+    """A function of a module, its arguments and keywords, with a code object of its own."""
+
+    def part(
+        module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Any, list[int], list[Tensor]]:
+        _outputs.clear()
+        output = uncompiled_call(module)(*arguments, **keywords)
+        places, found = [], []
+        for place, tensor in _outputs:
+            places.append(place)
+            found.append(tensor)
+        _outputs.clear()
+        return output, places, found
+
+    return _with_own_code(part)
+
+
+def _with_own_code(function: types.FunctionType | Any) -> Callable[..., Any]:
+    """Return the function with a code object of its own.
+
+    What torch has compiled is kept, and limited, by code object.
+    """
+    code, closure = function.__code__.replace(), function.__closure__
+    return types.FunctionType(code, function.__globals__, function.__name__, None, closure)
 
 
 def compiled_step(

@@ -55,6 +55,7 @@ def scan_meta(
         "missed": dict(subject.missed),
         "layer_notes": dict(subject.notes),
         "places": subject.places,
+        "order": list(subject.order),
         "versions": _versions(),
         **({"readouts": readouts} if readouts else {}),
     }

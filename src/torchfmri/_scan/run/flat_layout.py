@@ -27,14 +27,15 @@ class FlatLayout:
     Attributes:
         layers: In the order in which they stand.
         width: Units of all of them.
+        edges: (layer + 1,) where each begins, and the last one ends.
     """
 
     def __init__(self, layers: Sequence[ScannedLayer], device: torch.device) -> None:
         self._device = device
         self.layers = sorted(layers, key=lambda each: (_width(each) % each.size > 0, each.size))
-        edges = np.cumsum([0, *map(_width, self.layers)]).tolist()
-        self._places = [slice(*pair) for pair in pairwise(edges)]
-        self.width = edges[-1]
+        self.edges = np.cumsum([0, *map(_width, self.layers)])
+        self._places = [slice(*pair) for pair in pairwise(self.edges.tolist())]
+        self.width = int(self.edges[-1])
         self._groups: list[tuple[slice, int]] = []  # columns, and units of a voxel
         placed = zip(self.layers, self._places, strict=True)
         whole = [pair for pair in placed if not _width(pair[0]) % pair[0].size]

@@ -144,6 +144,11 @@ class LiveRecording(Attached):
         self._cache: Any = None  # that of the last pass
 
     @property
+    def rows(self) -> int:
+        """How many sequences run at once."""
+        return self._b
+
+    @property
     def surprisal(self) -> Tensor:
         """(b, s), nan where the model gave no logits for a token."""
         return self._surprisals.surprisal

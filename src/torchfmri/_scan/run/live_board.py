@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.pictures.scan_board import CURVES, METRICS, ScanBoard, token_columns
+from torchfmri._scan.pictures.scan_board import CURVES, METRICS, ScanBoard
+from torchfmri._scan.pictures.token_texts import token_columns
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.live_token import LiveToken
@@ -150,7 +151,7 @@ class LiveBoard(ScanBoard):
             surprisal=none,
             entropy=none,
             generated=flags,
-            special=flags & False,
+            special=np.array([each.special for each in tokens], bool),
         )
         return token_columns(piece, first - start, last - start)
 
@@ -176,6 +177,10 @@ class LiveBoard(ScanBoard):
         if now is None:
             return super()._written(sequence)
         return np.array([each.generated for each in now.tokens], bool)
+
+    def headline(self, sequence: int) -> str:
+        """Said when the sequence is finished."""
+        return "" if self._now(sequence) is not None else super().headline(sequence)
 
     def health(self, sequence: int) -> Sequence[Health]:
         """Judged when the sequence is finished."""

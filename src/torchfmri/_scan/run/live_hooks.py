@@ -40,15 +40,28 @@ class StepOutputs:
         self.versions: list[int] = []
         # Most outputs are (b, 1, w) as they come; the others need to be viewed so.
         self._viewed = [
-            (place, each.axis) for place, each in enumerate(layout.layers)
+            (place, each.axis)
+            for place, each in enumerate(layout.layers)
             if each.axis is not None and each.axis.expected(b, 1) != (b, 1, each.axis.width)
-        ]  # fmt: skip
+        ]
 
     def begin(self, is_step: bool, count: int = 1) -> None:
         """Begin a pass over `count` tokens."""
         self.is_step, self._count = is_step, count
         self.slots = [None] * len(self.layout.layers)
         self.versions = [0] * len(self.layout.layers)
+
+    @property
+    def is_single_step(self) -> bool:
+        """Whether references are kept of a pass over a single token."""
+        return self.is_step and self._count == 1
+
+    def put(self, place: int, output: Tensor) -> None:
+        """Keep a reference to an output that no hook has seen."""
+        if output.is_inference():  # has no version counter
+            with torch.inference_mode(False):
+                output = output.clone()
+        self.slots[place], self.versions[place] = output, output._version
 
     def joined(self) -> Tensor | None:
         """All outputs of a single token, (b, 1, width).

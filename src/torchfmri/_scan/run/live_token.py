@@ -29,6 +29,7 @@ class LiveToken:
         entropy: Of the distribution that it was drawn from.
         activation: (layer,) rms of each layer; nan for the last token of all, which is not run.
         voxels: (voxel,) rms.
+        special: Whether it is one of the tokenizer's special tokens, such as the end of a text.
 
     Examples:
         >>> import torchfmri
@@ -50,6 +51,7 @@ class LiveToken:
     entropy: float
     activation: NDArray[np.float32]
     voxels: NDArray[np.float32]
+    special: bool = False
 
 
 def live_tokens(
@@ -80,6 +82,7 @@ def live_tokens(
                     entropy=entropy[row][column],
                     activation=layers[row, column].numpy(),
                     voxels=voxels[row, column].numpy(),
+                    special=speller.is_special(token),
                 )
 
     return tell

@@ -102,13 +102,16 @@ def like_parameters(model: nn.Module) -> Tensor:
     return next(floating, torch.empty(0, device="cpu")).detach()
 
 
-def refuse_unknown_ids(model: nn.Module, ids: Tensor, vocabulary: int | None = None) -> None:
+def refuse_unknown_ids(
+    model: nn.Module, ids: Tensor, vocabulary: int | None = None, what: str = "prompt"
+) -> None:
     """Raise for ids that the model has no embedding for: on a GPU they would end the process.
 
     Args:
         model: The model.
         ids: (b, s).
         vocabulary: How many tokens it knows, where that was found out; else what it says itself.
+        what: What each row of ids is, for the message.
     """
     count = vocabulary or count_embeddings(unwrap(model))
     wrong = ids < 0
@@ -118,7 +121,7 @@ def refuse_unknown_ids(model: nn.Module, ids: Tensor, vocabulary: int | None = N
         row, position = wrong.nonzero()[0].tolist()
         known = "never negative" if count is None else f"from 0 to {count - 1}"
         raise InspectionError(
-            f"Token id {int(ids[row, position])} at position {position} of prompt {row} is none of "
+            f"Token id {int(ids[row, position])} at position {position} of {what} {row} is none of "
             f"{type(unwrap(model)).__name__}'s, which are {known}. Is the tokenizer that of the "
             "model?"
         )

@@ -92,6 +92,7 @@ class Probe:
         longest: How many positions its table of positions has room for; None without a table.
         looks_ahead: Whether the logits at a position depend on the tokens after it.
         written: Layers into whose output somebody writes after they have returned it.
+        order: The layers that are called, in the order in which they finish for the first time.
 
     Raises:
         InspectionError: A token id is none of the model's.
@@ -110,6 +111,7 @@ class Probe:
         self._shapes = {name: [[], []] for name in (*modules, *self._inputs)}
         self._embeddings = (_Embeddings(), _Embeddings())
         self.written: set[str] = set()
+        self.order: list[str] = []
         first, second = _sizes(model)
         with unchanged(model), torch.no_grad(), compiled_code_as_eager():
             model.eval()
@@ -132,6 +134,8 @@ class Probe:
         seen: list[tuple[str, Tensor, int]] = []
 
         def take(name: str, output: Tensor) -> None:
+            if not any(self._shapes[name]):
+                self.order.append(name)
             self._shapes[name][number].append((tuple(output.shape), *tokens.shape))
             if not output.is_inference():
                 seen.append((name, output, output._version))
@@ -237,12 +241,17 @@ def _listening(
         yield
 
 
-def _sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """(b, s) of the two passes, shorter where the model takes no more."""
+def longest_sequence(model: nn.Module) -> int | None:
+    """Return the longest sequence that a model says it takes; None if it says nothing."""
     config = getattr(unwrap(model), "config", None)
     limits = [getattr(config, name, None) for name in _CONTEXT]
-    longest = min([each for each in limits if isinstance(each, int) and each > 0], default=7)
-    if longest >= _PROBES[-1][1]:
+    return min([each for each in limits if isinstance(each, int) and each > 0], default=None)
+
+
+def _sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """(b, s) of the two passes, shorter where the model takes no more."""
+    longest = longest_sequence(model)
+    if longest is None or longest >= _PROBES[-1][1]:
         return _PROBES
     return tuple((2, max(1, longest - less)) for less in (1, 0))
 

@@ -3,6 +3,9 @@
 On the CPU a tensor is reduced at once, while it is in the cache. On a CUDA device launches are the
 cost, so references wait until there are many, and all are reduced by one launch; a tensor that
 somebody wrote into in the meantime is not used. Nothing waits for the device before the end.
+
+`LiveRecording` and the gradient passes hand outputs over. The work of a step may not grow with the
+batch in Python: the statistics of all sequences are taken by one call.
 """
 
 from __future__ import annotations
@@ -18,12 +21,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._kernels import Floats, VoxelSums, heaviest, reduce_voxels, voxels_reducible
-from torchfmri._scan.record.sequence import STATISTICS
+from torchfmri._kernels import (
+    Floats,
+    Integers,
+    VoxelSums,
+    heaviest,
+    merge_numbers,
+    no_numbers,
+    numbers_of_layers,
+    reduce_voxels,
+    voxels_reducible,
+)
 from torchfmri._scan.run.flat_layout import FlatLayout, layout_of, voxel_norms
 from torchfmri._scan.run.measurements import norms_by_layer
 from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
-from torchfmri.statistics import Statistics, calculate_statistics
 
 _WRITTEN = "somebody wrote into its output after the layer had returned it"
 
@@ -71,10 +82,8 @@ class Readings:
         self._waiting: list[_Waiting] = []
         self._bytes, self._most = 0, heaviest(like.device)
         self._sums = VoxelSums(b, count, like.device) if self.waits and kept is not None else None
-        self._found = (
-            [[Statistics.empty() for _ in subject.layers] for _ in range(b)]
-            if kept is not None and not self.waits else None
-        )  # fmt: skip
+        counts = kept is not None and not self.waits
+        self._found = no_numbers(b, len(subject.layers)) if counts else None
 
     @property
     def norms(self) -> Tensor:
@@ -125,8 +134,7 @@ class Readings:
             reduce_voxels(values, layout.table, norms, self._sums, kept, added=added)
             return
         self._norms[:, where, layout.columns] = layout.norms(flat)
-        for layer, rows in zip(layout.layers, layout.units(flat), strict=True):
-            self._add_statistics(layer, rows, kept)
+        self._add_statistics([each.index for each in layout.layers], layout.edges, flat, kept)
 
     def take_together(self, outputs: list[tuple[ScannedLayer, Tensor | None]], first: int) -> None:
         """Take in (b, n, w) of many layers that are called once, and read them now."""
@@ -156,9 +164,13 @@ class Readings:
         """(b, layer, STATISTICS); None where none were taken."""
         self.flush()
         if self._found is not None:
-            rows = [[[float(each[name]) for name in STATISTICS] for each in row]
-                    for row in self._found]  # fmt: skip
-            return np.array(rows, np.float64).reshape(len(rows), -1, len(STATISTICS))
+            count, mean, deviations, low, high, nan, positive, negative, zero, _ = np.moveaxis(
+                self._found, -1, 0
+            )
+            infinite = positive + negative
+            with np.errstate(divide="ignore", invalid="ignore"):
+                std = np.sqrt(deviations / (count - nan - infinite))
+            return np.stack([count, mean, std, low, high, nan, infinite, zero], -1)
         return None if self._sums is None else _statistics_of(self._sums, self._subject)
 
     def _put(self, layer: ScannedLayer, rows: Tensor, first: int) -> None:
@@ -170,16 +182,17 @@ class Readings:
             found = torch.where(place.isnan(), found, torch.hypot(place.nan_to_num(), found))
         place.copy_(found)
         if self._kept is not None:
-            self._add_statistics(layer, rows, self._kept(first, count))
+            edges = np.array([0, rows.shape[-1]])
+            self._add_statistics([layer.index], edges, rows, self._kept(first, count))
 
-    def _add_statistics(self, layer: ScannedLayer, rows: Tensor, kept: Tensor | None) -> None:
+    def _add_statistics(
+        self, layers: list[int], edges: Integers, values: Tensor, kept: Tensor | None
+    ) -> None:
+        """Add the values (b, n, units) of layers side by side to their statistics."""
         if self._found is None or kept is None:
             return
-        whole = bool(kept.all())
-        for row, parts in enumerate(self._found):
-            own = rows[row] if whole else rows[row][kept[row]]
-            if own.shape[0]:
-                parts[layer.index] += calculate_statistics(own, histogram=False)
+        found = numbers_of_layers(values, edges, kept)
+        self._found[:, layers] = merge_numbers(self._found[:, layers], found)
 
 
 def _statistics_of(sums: VoxelSums, subject: ScanSubject) -> Floats:

@@ -2,7 +2,11 @@
 
 `generate` of transformers compiles its steps where the cache is static, keeps the compiled call on
 the model and asks for it by its settings. A user may have compiled the model: then its calls run
-what was compiled. While a scan runs, a call of ours stands in these places.
+what was compiled. While a scan runs, a call of ours stands in these places. Of a model that is not
+compiled as a whole, compiled parts are recorded by `recorded_parts`.
+
+`BatchRun` enters `recorded_inside` around `generate`. However that ends, the model's attributes are
+afterwards what they were: a call of ours that stayed would run in the user's next training step.
 """
 
 from __future__ import annotations
@@ -11,19 +15,26 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._model import unwrap
-from torchfmri._scan.run.compiled_step import CompiledStep, StepCompiler, compiled_step
+from torchfmri._scan.run.compiled_step import (
+    CompiledStep,
+    StepCompiler,
+    compiled_step,
+    recording_hooks,
+)
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.live_hooks import ids_of
 from torchfmri._scan.run.model_call import like_parameters
+from torchfmri._scan.run.recorded_parts import RecordedParts
 from torchfmri._torch import (
     CompiledForward,
     compiled_graphs,
+    compiled_parts,
     is_compiler_error,
     uncompiled_call,
 )
@@ -40,14 +51,17 @@ class RecordedCall:
     Args:
         recording: Takes what the layers did.
         compiler: Compiles its steps.
+        parts: Compiled modules of the model, which are part of its graph where it has one.
 
     Attributes:
         ran: Whether a step ran compiled.
         reason: Why steps run eagerly although `generate` asks for compiled ones; "" if they do not.
     """
 
-    def __init__(self, recording: LiveRecording, compiler: StepCompiler) -> None:
-        self._recording, self._compiler = recording, compiler
+    def __init__(
+        self, recording: LiveRecording, compiler: StepCompiler, parts: RecordedParts
+    ) -> None:
+        self._recording, self._compiler, self._parts = recording, compiler, parts
         subject = recording.subject
         self._model = unwrap(subject.model)
         self._attached = contextlib.ExitStack()
@@ -77,8 +91,9 @@ class RecordedCall:
         layout = recording.outputs.layout
         if self._step is None:
             like = like_parameters(self._model)
+            self._parts.close()
             self._step = compiled_step(self._model, layout, len(ids), like, self._compiler)
-            self._attached.enter_context(self._step.attached(layout))
+            self._attached.enter_context(recording_hooks(layout.layers))
         recording.begin_pass(ids, keywords)
         output, flat = self._call_step(self._step, keywords)
         self.ran = True
@@ -118,9 +133,37 @@ def _form_of(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
+class RecordedGeneration(NamedTuple):
+    """What compiled code a scan found while the model generated.
+
+    Attributes:
+        call: Stands in place of a compiled model; None where the model has no such place.
+        parts: The compiled parts of a model that is not.
+    """
+
+    call: RecordedCall | None
+    parts: RecordedParts
+
+    @property
+    def path(self) -> str:
+        """Which way the steps went: "compiled", "compiled parts" or "eager"."""
+        if self.call is not None and self.call.ran:
+            return "eager" if self.call.reason else "compiled"
+        return "compiled parts" if self.parts.ran else "eager"
+
+    @property
+    def notes(self) -> list[str]:
+        """Why something ran eagerly that could have run compiled."""
+        own = [] if self.call is None or not self.call.reason else [self.call.reason]
+        return [
+            *(f"steps ran eagerly: {each}" for each in own),
+            *(f"compiled parts ran eagerly: {each}" for each in self.parts.reasons),
+        ]
+
+
 @contextlib.contextmanager
-def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedCall | None]:
-    """Let compiled steps be recorded, where the model or its `generate` has any.
+def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedGeneration]:
+    """Let compiled steps be recorded, where the model, its `generate` or its modules have any.
 
     Args:
         recording: Takes what the layers did.
@@ -128,24 +171,27 @@ def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedC
     """
     model = unwrap(recording.subject.model)
     own, compiles_itself = CompiledForward(model), hasattr(model, "get_compiled_call")
+    parts = RecordedParts(recording, () if own.known else compiled_parts(model))
     if compiles_itself and config is None:
         config = _default_config(model)
-    if own.known:
-        compiler = StepCompiler(own.compile, own.call)
-    elif compiles_itself:
-        options = config.to_dict()
-        compiler = StepCompiler(partial(torch.compile, **options), repr(sorted(options.items())))
-    else:
-        yield None
-        return
-    call = RecordedCall(recording, compiler)
+    call = None
     with contextlib.ExitStack() as stack:
-        stack.callback(call.close)
         if own.known:
+            # A weak reference: the code that the user compiled holds the model.
+            call = RecordedCall(recording, StepCompiler(own.compile, weakref.ref(own.call)), parts)
+            stack.callback(call.close)
             stack.enter_context(own.replaced(call))
-        if compiles_itself:
+        elif compiles_itself:
+            options = config.to_dict()
+            compiler = StepCompiler(
+                partial(torch.compile, **options), repr(sorted(options.items()))
+            )
+            call = RecordedCall(recording, compiler, parts)
+            stack.callback(call.close)
+        if call is not None and compiles_itself:
             stack.enter_context(_asked_for(model, call, config))
-        yield call
+        stack.enter_context(parts)
+        yield RecordedGeneration(call, parts)
 
 
 def _default_config(model: nn.Module) -> Any:

@@ -180,7 +180,7 @@ class Scanner:
         lacking = [each for sequence in sequences for each in sequence.unmeasured]
         meta["notes"] = list(dict.fromkeys([*run.notes, *lacking]))
         meta["missed"] |= run.missed
-        meta["generation"] = "compiled" if run.is_compiled else "eager"
+        meta["generation"] = run.path
         meta["run"] = {"seconds": time.perf_counter() - started, "seed": seed}
         return Scan(subject.anatomy, sequences, meta)
 

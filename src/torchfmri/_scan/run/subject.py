@@ -89,6 +89,8 @@ class ScanSubject:
         first_position: The number that the model by itself gives to the first position.
         longest: How many positions its table of positions has room for; None without a table.
         looks_ahead: Whether its logits at a position depend on the tokens after it.
+        order: The layers that are called, in the order in which they finish. That of `layers` is
+            the one in which they were registered.
         layouts: Where layers stand side by side, as found out so far: see `layout_of`.
     """
 
@@ -101,6 +103,7 @@ class ScanSubject:
     first_position: int
     longest: int | None
     looks_ahead: bool
+    order: tuple[str, ...] = ()
     layouts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @cached_property
@@ -184,6 +187,7 @@ def find_subject(
         first_position=probe.first_position,
         longest=probe.longest,
         looks_ahead=probe.looks_ahead,
+        order=tuple(each for each in probe.order if each in anatomy.layers),
     )
 
 

@@ -1,4 +1,10 @@
-"""A scan in formats that other programs read: Zarr, NetCDF, Parquet and CSV."""
+"""Write a scan in formats that other programs read: Zarr, NetCDF, Parquet and CSV.
+
+`Scan.export` calls `export`. `variables` says what stands in a Zarr store or a NetCDF file,
+`tables` what stands in a table; this file lays out and writes. A file is there completely or not at
+all, and what is there already is replaced only with overwrite=True. Chunk sizes may change freely;
+names of variables may not, since other people's programs read them.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +107,7 @@ def _write_netcdf(
 
 
 def bit_round(values: Floats, bits: int = 10) -> Floats:
-    """The values with so many bits after the leading one, which compress to half the size.
+    """Return the values with so many bits after the leading one, which compress to half the size.
 
     The error is at most 2**-(bits + 1) of the value: 4.9e-4 with 10 bits (of a subnormal number,
     below 1.2e-38, it may be more). Ties go to the even neighbour; NaN and infinities stay.
@@ -152,7 +158,7 @@ def _write_zarr(
 
 
 def _layout(tokens: int, variable: Variable) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The chunks and shards of an array; a shard is as wide as the array."""
+    """Return the chunks and shards of an array; a shard is as wide as the array."""
     columns = max(1, min(CHUNK[1], variable.width))
     width = columns * max(1, -(-variable.width // columns))
     rows = max(1, min(CHUNK[0], tokens))

@@ -1,4 +1,9 @@
-"""The fields of a scan's rows as columns: one type for each, whatever single rows hold."""
+"""Give each field of a dataset's rows one column with one type, whatever single rows hold.
+
+Exports, tables and formulas call `field_columns`. Rows come from JSON, so that a field may hold
+numbers in one row, texts in the next and nothing in a third. No value may be changed on the way:
+what a type cannot hold exactly (2**63, a list, two types together) becomes a text.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +81,7 @@ def is_missing(value: Any) -> bool:
 
 
 def label_of(value: Any) -> str | None:
-    """Return a field as the label of a condition or a pair; None where it has none."""
+    """Return a field as the label of a condition or a pair; None if it has none."""
     return None if is_missing(value) or value == "" else str(value)
 
 
@@ -91,10 +96,10 @@ def text_of(value: Any) -> str:
 
 @dataclass
 class _Seen:
-    """What the rows hold in one field.
+    """The types and the range of what the rows hold in one field.
 
     Attributes:
-        types: Of the values that are not missing.
+        types: The types of the values that are not missing.
         count: How many rows have one.
         least: The smallest whole number.
         most: The largest.

@@ -1,4 +1,9 @@
-"""The names of the files in a scan's folder."""
+"""The names of the files in a scan's folder.
+
+Everything in `store` uses these names, and no other file makes one up. They are the stored format:
+changing a pattern makes older scans unreadable. A new kind of file needs a line in `is_ours`,
+otherwise `overwrite=True` refuses the folder as something foreign.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +25,38 @@ UNFINISHED = re.compile(r"\.meta-rank[0-9]{3,6}\.tmp")
 
 
 def manifest_name(rank: int) -> str:
-    """The file of a writer."""
+    """Return the name of a writer's manifest."""
     return f"manifest-rank{rank:03d}.jsonl"
 
 
 def segment_name(rank: int, number: int) -> str:
-    """The file of a writer's segment."""
+    """Return the name of a writer's segment."""
     return f"segment-rank{rank:03d}-{number:06d}.safetensors"
 
 
 def rank_of(name: str) -> str:
-    """The digits of the writer in the name of a manifest or a segment."""
+    """Return the digits of the writer in the name of a manifest or a segment."""
     return name.partition("-rank")[2][:6].partition(".")[0].partition("-")[0]
 
 
 def number_of(name: str) -> int:
-    """The number of a segment among those of its writer; -1 for another file."""
+    """Return the number of a segment among those of its writer; -1 for another file."""
     matched = SEGMENT.fullmatch(name) or PENDING.fullmatch(name)
     return int(matched[2]) if matched else -1
 
 
 def pending_name(segment: str) -> str:
-    """The name of a segment until the manifest names it, and the moment after."""
+    """Return the name of a segment until the manifest names it, and the moment after."""
     return segment.removesuffix(".safetensors") + ".pending"
 
 
 def final_name(segment: str) -> str:
-    """The name of a segment, pending or not, once the manifest names it."""
+    """Return the name of a segment, pending or not, once the manifest names it."""
     return segment.replace(".pending", ".safetensors")
 
 
 def read_segment_file(folder: Path, name: str, read: Callable[[Path], T]) -> T:
-    """What `read` makes of a segment that the manifest names; a crash may have left it pending.
+    """Return what `read` makes of a segment, which a crash may have left under its pending name.
 
     Raises:
         FileFormatError: As `read` does.
@@ -67,7 +72,7 @@ def read_segment_file(folder: Path, name: str, read: Callable[[Path], T]) -> T:
 
 
 def is_ours(name: str) -> bool:
-    """Whether the store writes files of this name."""
+    """Return whether the store writes files of this name."""
     return name == META or any(
         pattern.fullmatch(name) for pattern in (MANIFEST, SEGMENT, PENDING, SET_ASIDE, UNFINISHED)
     )

@@ -1,4 +1,10 @@
-"""What an interruption left of a writer's work: finished where it is whole, undone where not."""
+"""Finish or undo what an interrupted writer left in a scan's folder.
+
+`ScanWriter` calls `tidy` once, when it has locked its manifest and before it writes anything. A
+segment that is whole and that no line names is adopted; one that was never finished is deleted. A
+file that has its final name is never deleted, since a line once named it. `test_store_kills.py`
+kills writers at every step and checks that nothing committed is lost.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +31,8 @@ class Leftovers:
 
     Args:
         path: The folder.
-        rank: Of the writer.
-        anatomy: That of the scanned model.
+        rank: The number of the writer.
+        anatomy: The anatomy of the scanned model.
         names: The sequences that are committed; those that are found whole are added.
     """
 
@@ -71,7 +77,7 @@ class Leftovers:
         return 1 + max(numbers, default=-1), size
 
     def _look_at(self, name: str, own: Manifest) -> SegmentEntry | str:
-        """What to add of a segment that no line names; else "gone", "kept" or "unclear"."""
+        """Return what to add of a segment that no line names; else "gone", "kept" or "unclear"."""
         try:
             segment = describe_checked(self._path / name, self._anatomy)
         except FileFormatError:

@@ -1,4 +1,9 @@
-"""The folder of a scan, made and held while somebody writes into it."""
+"""Make the folder of a scan, and lock it while somebody writes into it.
+
+`ScanWriter` calls these functions before it writes. The folder is locked shared, so that several
+writers work in it and nobody replaces it; each manifest is locked alone. Locks are those of the
+operating system, which lets go of them when a process dies: nothing has to be cleaned up.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ def make_scan_folder(path: Path) -> None:
 
 
 def hold_folder(path: Path) -> int | None:
-    """A descriptor of the folder, locked so that nobody replaces it; other writers may hold it."""
+    """Return a descriptor of the folder, locked: nobody replaces it, other writers may hold it."""
     if sys.platform == "win32":
         return None
     descriptor = os.open(path, os.O_RDONLY)

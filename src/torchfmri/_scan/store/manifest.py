@@ -1,4 +1,10 @@
-"""The manifest: one line per committed segment; a line that is whole is the commit mark."""
+"""The manifest of a scan: one line per committed segment.
+
+`ScanWriter` appends lines, `StoredSequences` and `repair` read them. A whole line is the mark that
+a segment is committed: readers must ignore a line that is cut off, and writers must not write a
+line before its segment is on the disk. Lines come from files that may be damaged or hostile: every
+value is checked and every count limited. Fields may be added with a default; none may be renamed.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,7 @@ from torchfmri._files import (
     to_json,
     unseal,
 )
+from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.folder import (
     MANIFEST,
     PENDING,
@@ -49,7 +56,7 @@ LARGEST = 1 << 40
 
 @dataclass(frozen=True)
 class SequenceEntry:
-    """What a manifest says of a sequence.
+    """The entry of a sequence in a manifest.
 
     Attributes:
         name: What identifies it.
@@ -67,20 +74,32 @@ class SequenceEntry:
     checks: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
 
+    @classmethod
+    def of(cls, sequence: ScannedSequence) -> SequenceEntry:
+        """Return what a manifest says of this sequence."""
+        return cls(
+            name=sequence.name,
+            tokens=len(sequence),
+            condition=sequence.condition,
+            padding=sequence.padding,
+            checks=dict(sequence.checks),
+            text=sequence.beginning,
+        )
+
     def record(self) -> dict[str, Any]:
-        """The entry as plain data; a text that is not known is left out, as it used to be."""
+        """Return the entry as plain data; "text" is left out if empty, as older versions did."""
         return {key: value for key, value in vars(self).items() if key != "text" or value}
 
 
 @dataclass(frozen=True)
 class SegmentEntry:
-    """What a manifest says of a segment.
+    """The entry of a segment in a manifest: one line.
 
     Attributes:
         name: Its file.
         size: Its bytes.
         check: Their CRC-32.
-        sequences: Those in it, in order.
+        sequences: The sequences in it, in order.
     """
 
     name: str
@@ -89,7 +108,7 @@ class SegmentEntry:
     sequences: tuple[SequenceEntry, ...]
 
     def line(self) -> bytes:
-        """The line of the manifest.
+        """Return the line of the manifest.
 
         Raises:
             InspectionError: Something about a sequence cannot be written.
@@ -106,12 +125,12 @@ class SegmentEntry:
 
 
 def describe(sequences: Sequence[SequenceEntry]) -> str:
-    """The sequences as a segment's own header lists them, for the case that its line is lost."""
+    """Return the sequences as a segment's own header lists them, in case its line is lost."""
     return to_json([plain(each.record(), "A sequence") for each in sequences])
 
 
 def parse_description(text: str, where: str) -> tuple[SequenceEntry, ...]:
-    """The sequences that `describe` wrote.
+    """Return the sequences that `describe` wrote.
 
     Raises:
         FileFormatError: It is something else.
@@ -120,7 +139,7 @@ def parse_description(text: str, where: str) -> tuple[SequenceEntry, ...]:
 
 
 def require_readable(entry: SequenceEntry, manifest: str) -> int:
-    """How many bytes a sequence takes in a manifest, in which it could be read again.
+    """Return how many bytes a sequence takes in a manifest, in which it could be read again.
 
     Raises:
         InspectionError: It could not.
@@ -141,10 +160,10 @@ def require_readable(entry: SequenceEntry, manifest: str) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest holds.
+    """The content of a manifest.
 
     Attributes:
-        segments: Those that are committed.
+        segments: The segments that are committed.
         problems: Lines that are damaged.
         size: The bytes up to the end of the last whole line; what follows was never committed.
         ended: Whether these end with the end of a line.
@@ -164,7 +183,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The lines of a manifest; an incomplete one at its end is left out, it is being written.
+    """Return the lines of a manifest, but for an incomplete one at its end: it is being written.
 
     Raises:
         FileFormatError: It is not a regular file, or too large.
@@ -191,7 +210,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read_settled(path: Path) -> Manifest:
-    """A manifest; should a line be on its way into it, a moment later.
+    """Return a manifest, read again a moment later if its last line was being written.
 
     Raises:
         FileFormatError: As `read_manifest` does.
@@ -204,7 +223,7 @@ def _read_settled(path: Path) -> Manifest:
 
 
 def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
-    """The segments of all writers of a scan that have their size, and what is wrong with others.
+    """Return the segments of all writers that have their size, and what is wrong with others.
 
     Raises:
         FileFormatError: There is no such folder.
@@ -213,8 +232,7 @@ def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
     # when the manifests are read.
     names = list_names(folder)
     found: dict[str, SegmentEntry] = {}
-    named: set[str] = set()
-    problems: list[str] = []
+    named, problems = set[str](), list[str]()
     damaged: dict[str, Sequence[str]] = {}
     torn: dict[str, Manifest] = {}
     for name in filter(MANIFEST.fullmatch, names):
@@ -250,7 +268,7 @@ def _read_begun(
     manifest: Manifest,
     committed: Sequence[SegmentEntry],
 ) -> tuple[list[SegmentEntry], str]:
-    """The segments whose line was begun, and what is wrong if there is none.
+    """Return the segments whose line was begun, and what is wrong if there is none.
 
     A segment is on the disk before its line is begun, so that it counts from that moment on. One
     that was left before, and whose sequences were scanned again since, does not.
@@ -272,7 +290,7 @@ def _read_begun(
 
 
 def describe_segment(path: Path) -> SegmentEntry:
-    """The line of a segment, final or pending, that its own header makes.
+    """Return the line of a segment, final or pending, that its own header makes.
 
     Raises:
         FileFormatError: It is damaged, or of a version that wrote no such header.
@@ -292,7 +310,7 @@ def describe_segment(path: Path) -> SegmentEntry:
 
 
 def _lost_lines(damaged: Mapping[str, Sequence[str]], unnamed: Sequence[str]) -> list[str]:
-    """Damaged lines, and segments that no line names: one problem where the first explains both."""
+    """List damaged lines and segments that no line names, as one problem if one explains both."""
     cure = "so its sequences are missing here; `torchfmri repair FOLDER` adds them"
     found: list[str] = []
     for manifest, problems in damaged.items():
@@ -306,13 +324,13 @@ def _lost_lines(damaged: Mapping[str, Sequence[str]], unnamed: Sequence[str]) ->
 
 
 def limited(problems: list[str]) -> list[str]:
-    """The problems, of very many the first ones and how many there are."""
+    """Return the problems; of very many, the first ones and the number of the others."""
     more = len(problems) - PROBLEMS
     return problems if more <= 0 else [*problems[:PROBLEMS], f"There are {more:,} more problems."]
 
 
 def _problem_of(folder: Path, segment: SegmentEntry, again: str) -> str:
-    """Why a segment cannot be read, as far as its size tells; empty if it can."""
+    """Return why a segment cannot be read, as far as its size tells; empty if it can."""
     try:
         if again:
             raise FileFormatError(segment.name, f"{again} names it twice")

@@ -1,4 +1,10 @@
-"""meta.json: which format this is, the anatomy of the model, what was measured and how."""
+"""`meta.json` of a scan: the format's version, the anatomy, what was measured and how.
+
+`ScanWriter` writes it once, and `loading` reads it first. Two writers may start at the same moment:
+only one file is made, and the others compare theirs with it (`require_same`), so that no scan holds
+two kinds of measurements. Keys in `VOLATILE` may differ. Keys may be added to `meta`; another
+layout needs another `VERSION`, and older versions must still be read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from torchfmri.exceptions import FileFormatError, InspectionError
 FORMAT = "torchfmri-scan"
 VERSION = 1
 META_BYTES = 64 << 20
-VOLATILE = ("created", "device", "missed", "notes", "places", "run", "versions")
+VOLATILE = ("created", "device", "missed", "notes", "order", "places", "run", "versions")
 """Keys of a scan's meta that may differ when sequences are added to it later."""
 _VOXELS: dict[str, type[np.integer[Any]]] = {
     "layer": np.int32,
@@ -29,7 +35,7 @@ _VOXELS: dict[str, type[np.integer[Any]]] = {
 
 
 def sealed_meta(anatomy: Anatomy, meta: Mapping[str, Any]) -> bytes:
-    """What stands in the file.
+    """Return the content of meta.json.
 
     Raises:
         InspectionError: The meta has something that cannot be kept.
@@ -54,7 +60,7 @@ def sealed_meta(anatomy: Anatomy, meta: Mapping[str, Any]) -> bytes:
 
 
 def write_meta(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: int) -> bool:
-    """Whether the file was written; False if another process has written one first.
+    """Write the file, and return whether it is ours: False if another process was first.
 
     It is there completely or not at all, and on the disk when this returns.
 
@@ -84,7 +90,7 @@ def write_meta(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: in
 
 
 def read_meta(folder: Path) -> tuple[Anatomy, dict[str, Any]]:
-    """The anatomy and the meta of a scan.
+    """Return the anatomy and the meta of a scan.
 
     Raises:
         FileFormatError: The file is missing or damaged, or of a later version.

@@ -1,4 +1,10 @@
-"""Sequences as the tensors of a segment, and back: those of a segment follow each other."""
+"""Pack sequences into the tensors of a segment, and read them back.
+
+`ScanWriter` calls `pack` and `join`, `StoredSequences` and `repair` read through `PackedSegment`.
+Sequences of a segment follow each other, so reading one is slicing. The names and types of the
+tensors are the stored format: names may be added, and readers ignore those they do not know, but
+none may change. Every shape is checked against the anatomy, because the file may be hostile.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +33,12 @@ TOKENS = {
     "special": "BOOL",
 }
 """What a token has; `lengths` are those of its bytes, which follow each other in tokens/bytes."""
+GROUPS = ("tokens", "layers", "voxels", "statistics", "tensors", "fields", "vectors")
+"""How the names of a segment's tensors begin."""
 
 
 def pack(sequence: ScannedSequence, anatomy: Anatomy) -> Packed:
-    """The arrays of a sequence by the names that they have in a segment.
+    """Return the arrays of a sequence by the names that they have in a segment.
 
     They are not copied where they are contiguous already.
 
@@ -72,7 +80,7 @@ def pack(sequence: ScannedSequence, anatomy: Anatomy) -> Packed:
 
 
 def _pack_fields(sequence: ScannedSequence) -> dict[str, tuple[str, NDArray[Any]]]:
-    """The fields as JSON in bytes, and how many these are; nothing where there are none."""
+    """Return the fields as JSON in bytes, and how many these are; nothing if there are none."""
     if not sequence.fields:
         return {}
     where = f"The fields of {sequence.name!r}"
@@ -94,17 +102,21 @@ def _contiguous(values: Any, tag: str, shape: tuple[int, ...], where: str) -> ND
     if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != dtype:
         found = f"{getattr(values, 'dtype', type(values))} {getattr(values, 'shape', '')}"
         raise InspectionError(
-            f"{where} is {found}, but the scan's layers, voxels and tokens make it {dtype} {shape}."
+            f"{where} is {found}, but the scan's layers, voxels and tokens make it {dtype} "
+            f"{shape}. Give an array of that type and shape."
         )
     return np.ascontiguousarray(values, dtype)
 
 
 def _pack_tensor(values: NDArray[Any], s: int, where: str) -> tuple[str, NDArray[Any]]:
     if not isinstance(values, np.ndarray) or values.ndim != 2 or len(values) != s:
-        raise InspectionError(f"{where} is {getattr(values, 'shape', '?')}, not ({s}, units).")
+        found = getattr(values, "shape", "?")
+        raise InspectionError(f"{where} is {found}, not ({s}, units). Give one row per token.")
     dtype = values.dtype.newbyteorder("<")
     if dtype not in TAGS:
-        raise InspectionError(f"{where} has type {values.dtype}; one of {list(map(str, TAGS))}.")
+        raise InspectionError(
+            f"{where} has type {values.dtype}; give one of {list(map(str, TAGS))}."
+        )
     values = np.ascontiguousarray(values, dtype)
     if dtype == DTYPES["F32"]:
         bits = values.view("<u4")
@@ -114,12 +126,12 @@ def _pack_tensor(values: NDArray[Any], s: int, where: str) -> tuple[str, NDArray
 
 
 def signature(packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What two sequences must have in common to share a segment."""
+    """Return what two sequences must have in common to share a segment."""
     return {name: (tag, values.shape[1:]) for name, (tag, values) in packed.items()}
 
 
 def join(sequences: Sequence[Packed]) -> dict[str, FileColumn]:
-    """The tensors of a segment that holds these sequences, which share a signature."""
+    """Return the tensors of a segment that holds these sequences, which share a signature."""
     return {
         name: FileColumn(tag, [packed[name][1] for packed in sequences])
         for name, (tag, _) in sequences[0].items()
@@ -132,7 +144,7 @@ class PackedSegment:
     Args:
         tensors: Its tensors by name.
         sequences: What the manifest says of the sequences in it.
-        anatomy: That of the scan.
+        anatomy: The anatomy of the scan.
         where: The name of the file.
 
     Raises:
@@ -149,15 +161,7 @@ class PackedSegment:
         self.sequences, self.anatomy = sequences, anatomy
         self.ends = np.cumsum([0, *(each.tokens for each in sequences)])
         tokens, layers = int(self.ends[-1]), len(anatomy.layers)
-        self.groups: dict[str, dict[str, NDArray[Any]]] = {
-            "tokens": {},
-            "layers": {},
-            "voxels": {},
-            "statistics": {},
-            "tensors": {},
-            "fields": {},
-            "vectors": {},
-        }
+        self.groups: dict[str, dict[str, NDArray[Any]]] = {group: {} for group in GROUPS}
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "layers": ("F32", (tokens, layers)),
             "voxels": ("F32", (tokens, len(anatomy.layer))),
@@ -199,7 +203,7 @@ class PackedSegment:
                 raise FileFormatError(where, f"tokens/{name} is neither true nor false")
 
     def sequence(self, index: int) -> ScannedSequence:
-        """One of the sequences; its arrays are views of the file."""
+        """Return one of the sequences; its arrays are views of the file."""
         entry = self.sequences[index]
         rows = slice(int(self.ends[index]), int(self.ends[index + 1]))
         layers, voxels = self.groups["layers"], self.groups["voxels"]
@@ -266,7 +270,7 @@ class PackedSegment:
 
 
 def _ends(tensors: Mapping[str, Tensor], group: str, count: int, where: str) -> NDArray[np.int64]:
-    """Where each of `count` texts ends in the bytes of a group, after 0.
+    """Return where each of `count` texts ends in the bytes of a group, after 0.
 
     Raises:
         FileFormatError: The lengths of the texts are not those of the bytes.
@@ -285,6 +289,6 @@ def _ends(tensors: Mapping[str, Tensor], group: str, count: int, where: str) -> 
 
 
 def _ordered(names: Iterable[str], first: Sequence[str]) -> list[str]:
-    """The names, those in `first` in that order, then the others by alphabet."""
+    """Return the names, those in `first` in that order, then the others by alphabet."""
     found = set(names)
     return [name for name in first if name in found] + sorted(found.difference(first))

@@ -1,4 +1,9 @@
-"""Repairing a scan whose manifest was lost or damaged: segments say themselves what they hold."""
+"""Repair a scan whose manifest was lost or damaged.
+
+`torchfmri repair` and `torchfmri.repair` call `repair`. Each segment lists its own sequences in its
+header, so the manifest can be written again. Nothing is ever deleted: what is replaced or not
+needed is renamed, because the user may know better than we do.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,7 @@ from torchfmri.exceptions import FileFormatError
 
 @dataclass(frozen=True)
 class Repair:
-    """What a repair did.
+    """The result of a repair.
 
     Attributes:
         added: Segment -> the names of its sequences that are in the scan again.
@@ -112,7 +117,7 @@ def _repair(folder: Path, anatomy: Anatomy) -> Repair:
 
 
 def describe_checked(path: Path, anatomy: Anatomy) -> SegmentEntry:
-    """The line of a segment, whose tensors are those of its sequences.
+    """Return the line of a segment, whose tensors are those of its sequences.
 
     Raises:
         FileFormatError: They are not, or as `describe_segment` does.

@@ -1,4 +1,9 @@
-"""Saving a whole scan: into a new folder, in place of another, or added to one."""
+"""Save a whole scan: into a new folder, in place of another, or added to one.
+
+`Scan.save` calls `save`. A new or replaced scan is written beside its place and moved there when it
+is complete, so that an error leaves what was there. `require_replaceable` refuses to replace a
+folder that has anything in it that we did not write: it may be the user's home.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ def save(
 
     Args:
         path: The folder.
-        anatomy: That of the scanned model.
+        anatomy: The anatomy of the scanned model.
         sequences: What to write.
         meta: What was measured and how.
         overwrite: Whether a scan that is there is replaced.

@@ -1,4 +1,11 @@
-"""The sequences of a scan on disk, read when they are asked for."""
+"""The sequences of a scan, in memory or on disk, behind one interface.
+
+A `Scan` holds `SequencesInMemory` or `StoredSequences` and asks both the same questions. Stored
+ones are read when they are asked for: opening a scan reads manifests and sizes only, a segment is
+checked and mapped when one of its sequences is read, and a few segments stay open. The viewer reads
+from several threads, hence the lock. A damaged segment is entered in `problems` and never read
+again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from torchfmri._files import Tensor, list_names, read_tensors, sha256_of
 from torchfmri._scan.record.anatomy import Anatomy
@@ -21,7 +28,7 @@ from torchfmri._scan.store.manifest import (
     read_committed,
 )
 from torchfmri._scan.store.packing import PackedSegment
-from torchfmri.exceptions import FileFormatError
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 KEPT = 8
 """Segments that stay open."""
@@ -36,7 +43,77 @@ class _Place(NamedTuple):
         return self.segment.sequences[self.number]
 
 
-class StoredSequences(Sequence[ScannedSequence]):
+class LazySequences(Sequence[ScannedSequence]):
+    """Sequences that are made when they are asked for; a subclass says how one is read."""
+
+    def read(self, index: int) -> ScannedSequence:
+        """Return the sequence with this number, from 0."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> ScannedSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ScannedSequence]: ...
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(len(self))[index]
+        return self.read(chosen) if isinstance(chosen, int) else [self.read(k) for k in chosen]
+
+
+class SequencesInMemory(LazySequences):
+    """The sequences of a scan that is not stored; it answers what `StoredSequences` answers.
+
+    Args:
+        sequences: They are not copied, so that a list may grow.
+    """
+
+    folder: Path | None = None
+
+    def __init__(self, sequences: Sequence[ScannedSequence]) -> None:
+        self._sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[ScannedSequence]:
+        return iter(self._sequences)
+
+    def read(self, index: int) -> ScannedSequence:
+        """Return the sequence with this number, from 0."""
+        return self._sequences[index]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Nothing: there is no file that could be damaged."""
+        return ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each sequence."""
+        return tuple(each.name for each in self)
+
+    @property
+    def entries(self) -> list[SequenceEntry]:
+        """Name, length and condition of each sequence."""
+        return [SequenceEntry.of(each) for each in self]
+
+    def refresh(self) -> int:
+        """Return 0: nobody adds to it but its owner."""
+        return 0
+
+    def verify(self) -> tuple[str, ...]:
+        """Return no problem."""
+        return ()
+
+    def digest(self) -> str:
+        """Raise: only files have a digest.
+
+        Raises:
+            InspectionError: Always.
+        """
+        raise InspectionError("This scan is in memory: save it, and load it from its folder.")
+
+
+class StoredSequences(LazySequences):
     """The committed sequences of a folder, those of each writer in the order of their commits.
 
     At opening the manifests are read and the sizes of the segments compared. The checksum of a
@@ -59,8 +136,13 @@ class StoredSequences(Sequence[ScannedSequence]):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What could not be read, as far as it is known."""
+        """The files that could not be read, as far as is known."""
         return (*self._opening_problems, *(str(error) for error in self._damaged.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each sequence, without reading its segment."""
+        return tuple(place.entry.name for place in self._places)
 
     @property
     def entries(self) -> list[SequenceEntry]:
@@ -68,7 +150,7 @@ class StoredSequences(Sequence[ScannedSequence]):
         return [place.entry for place in self._places]
 
     def refresh(self) -> int:
-        """How many sequences have been committed since the last time; they stand at the end."""
+        """Read what was committed since the last time, and return how many sequences were added."""
         segments, problems = read_committed(self.folder)
         known = {place.entry.name: place for place in self._places}
         added = 0
@@ -88,7 +170,7 @@ class StoredSequences(Sequence[ScannedSequence]):
         return added
 
     def verify(self) -> tuple[str, ...]:
-        """All problems, after comparing the checksum of every segment; it reads the whole scan."""
+        """Compare the checksum of every segment, reading the whole scan; return all problems."""
         for segment in {place.segment.name: place.segment for place in self._places}.values():
             try:
                 self._segment(segment)
@@ -97,7 +179,7 @@ class StoredSequences(Sequence[ScannedSequence]):
         return self.problems
 
     def digest(self) -> str:
-        """The SHA-256 of the list of files with theirs, as `sha256sum` prints it.
+        """Return the SHA-256 of the list of files with theirs, as `sha256sum` prints it.
 
         Raises:
             FileFormatError: A file is missing.
@@ -112,13 +194,12 @@ class StoredSequences(Sequence[ScannedSequence]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> ScannedSequence: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ScannedSequence]: ...
-    def __getitem__(self, index: int | slice) -> ScannedSequence | list[ScannedSequence]:
-        if isinstance(index, slice):
-            return [self._read(place) for place in self._places[index]]
+    def read(self, index: int) -> ScannedSequence:
+        """Return the sequence with this number, from 0.
+
+        Raises:
+            FileFormatError: Its segment is damaged.
+        """
         return self._read(self._places[index])
 
     def __iter__(self) -> Iterator[ScannedSequence]:

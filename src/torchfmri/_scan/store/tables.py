@@ -1,4 +1,10 @@
-"""A scan as a long table: a row for each token, or for each layer, voxel or head at each token."""
+"""Write a scan as a long table: a row for each token, or each layer, voxel or head at each token.
+
+`Scan.to_dataframe` and the exports to CSV and Parquet use `LongTable`, which yields the columns of
+one sequence at a time so that memory is enough for any scan. The names and the order of the columns
+are public. Texts that repeat are kept as codes (`Words`). Float32 values are written with the
+fewest digits that give the same float32 back.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class LongTable:
     """The rows of a scan, sequence by sequence.
 
     Args:
-        anatomy: That of the scan.
+        anatomy: The anatomy of the scan.
         sequences: To be iterated over several times.
         by: What has a row: "token", "layer", "voxel" or "head".
 
@@ -66,7 +72,7 @@ class LongTable:
         self._columns = self._find_columns()
 
     def _find_columns(self) -> NDArray[np.int64]:
-        """Which layers or voxels have rows."""
+        """Return which layers or voxels have rows."""
         anatomy = self._anatomy
         if self._by in ("token", "layer"):
             return np.arange(1 if self._by == "token" else len(anatomy.layers))
@@ -81,18 +87,13 @@ class LongTable:
         return np.flatnonzero(wanted)
 
     def parts(self) -> Iterator[dict[str, Cells]]:
-        """The columns of each sequence in turn."""
+        """Return the columns of each sequence in turn."""
         for sequence in self._sequences:
             yield self._part(sequence)
 
     def empty(self) -> dict[str, Cells]:
-        """The columns without any row."""
-        number, none = np.empty(0, np.float32), np.empty(0, np.int64)
-        no = np.empty(0, bool)
-        tokens = Tokens(
-            ids=none, spelling=(), surprisal=number, entropy=number, generated=no, special=no
-        )
-        return self._part(ScannedSequence("", tokens, {}, {}))
+        """Return the columns without any row."""
+        return self._part(ScannedSequence("", Tokens.none(), {}, {}))
 
     def _part(self, sequence: ScannedSequence) -> dict[str, Cells]:
         tokens, s, count = sequence.tokens, len(sequence), len(self._columns)
@@ -152,7 +153,7 @@ class LongTable:
 def to_dataframe(
     anatomy: Anatomy, sequences: Iterable[ScannedSequence], by: str
 ) -> pandas.DataFrame:
-    """The table in memory; see `Scan.to_dataframe`."""
+    """Return the table in memory; see `Scan.to_dataframe`."""
     with from_extra("A DataFrame needs pandas", "tables"):
         import pandas
     table = LongTable(anatomy, sequences, by)
@@ -174,7 +175,7 @@ def _series(cells: Cells) -> Any:
 
 
 def _joined(parts: Sequence[Cells]) -> Cells:
-    """The cells of several sequences; texts that are equal become one."""
+    """Return the cells of several sequences; texts that are equal become one."""
     if isinstance(parts[0], np.ma.MaskedArray):
         arrays = [part for part in parts if not isinstance(part, Words)]
         masks = [np.ma.getmaskarray(part) for part in arrays]

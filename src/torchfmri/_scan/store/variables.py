@@ -1,4 +1,10 @@
-"""A scan as labelled arrays: all tokens of all sequences in a row, beside layers and voxels."""
+"""Describe a scan as labelled arrays: all tokens of all sequences in a row, by layer and voxel.
+
+`Scan.to_xarray` and the exports to Zarr and NetCDF use this. The names of variables, dimensions and
+coordinates are public: users' notebooks rely on them. A `Variable` yields its rows one sequence at
+a time, so that an export does not hold the scan in memory. A new name must also stand in
+`_RESERVED`, otherwise a field of a dataset may take it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from torchfmri._arguments import from_extra
 from torchfmri._files import plain
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.readouts import PATTERN
-from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence
+from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence, Tokens
 from torchfmri._scan.store.fields import field_columns
 from torchfmri.exceptions import InspectionError
 
@@ -41,7 +47,7 @@ class Variable:
     parts: Callable[[], Iterator[NDArray[Any]]]
 
     def together(self) -> NDArray[Any]:
-        """All rows, (token, width)."""
+        """Return all rows, (token, width)."""
         parts = list(self.parts())
         if len(parts) == 1:
             return parts[0].astype(self.dtype, copy=False)
@@ -57,10 +63,10 @@ NOTES = {
 
 
 def find_variables(anatomy: Anatomy, sequences: Iterable[ScannedSequence]) -> dict[str, Variable]:
-    """The quantities of a scan by name, nan where a sequence does not have one.
+    """Return the quantities of a scan by name, nan where a sequence does not have one.
 
     Args:
-        anatomy: That of the scan.
+        anatomy: The anatomy of the scan.
         sequences: Something that can be iterated over several times.
 
     Raises:
@@ -107,7 +113,10 @@ def _tensor(
 ) -> Variable:
     widths = {sample.shape[1] for sample in samples}
     if len(widths) > 1:
-        raise InspectionError(f"The tensors of {layer!r} have different widths: {sorted(widths)}.")
+        raise InspectionError(
+            f"The tensors of {layer!r} have different widths: {sorted(widths)}. Save sequences of "
+            "different models in scans of their own."
+        )
     dtype = np.result_type(*samples, *([] if complete else [np.float16]))  # room for nan
     (width,) = widths
     parts = _parts(sequences, "tensors", layer, width)
@@ -129,46 +138,31 @@ def _parts(
 def labels(
     anatomy: Anatomy, sequences: Iterable[ScannedSequence], meta: Mapping[str, Any]
 ) -> xarray.Dataset:
-    """The coordinates of a scan and the statistics of its layers, without the quantities.
+    """Return the coordinates of a scan and the statistics of its layers, without the quantities.
 
     Raises:
         InspectionError: xarray is not installed.
     """
     with from_extra("Labelled arrays need xarray and zarr", "export"):
         import xarray
-    token: dict[str, list[NDArray[Any]]] = {
-        "sequence": [np.empty(0, np.int64)],
-        "position": [np.empty(0, np.int64)],
-        "id": [np.empty(0, np.int64)],
-        "text": [np.empty(0, object)],
-        "surprisal": [np.empty(0, np.float32)],
-        "entropy": [np.empty(0, np.float32)],
-        "generated": [np.empty(0, bool)],
-        "special": [np.empty(0, bool)],
-    }
+    parts = [_token_labels(0, Tokens.none())]
     prompt: dict[str, list[Any]] = {"name": [], "padding": []}
-    names = [*token, *prompt, *_RESERVED, *METRICS]
+    names = [*parts[0], *prompt, *_RESERVED, *METRICS]
     columns = [each for each in field_columns(sequences, names) if each.field != "condition"]
     rows: dict[str, list[Any]] = {"condition": [], **{each.name: [] for each in columns}}
     lengths: list[int] = []
     statistics: list[Mapping[str, NDArray[np.float64]]] = []
     for index, sequence in enumerate(sequences):
-        tokens = sequence.tokens
-        token["sequence"].append(np.full(len(tokens), index))
-        token["position"].append(np.arange(len(tokens)))
-        token["id"].append(tokens.ids)
-        token["text"].append(np.array([*tokens.pieces, None], dtype=object)[:-1])
-        for key in ("surprisal", "entropy", "generated", "special"):
-            token[key].append(getattr(tokens, key))
+        parts.append(_token_labels(index, sequence.tokens))
         for key in prompt:
             prompt[key].append(getattr(sequence, key))
         rows["condition"].append(sequence.condition)
         for each in columns:
             rows[each.name].append(each.value(sequence.fields))
-        lengths.append(len(tokens))
+        lengths.append(len(sequence))
         statistics.append(sequence.statistics)
     coordinates: dict[str, Any] = {
-        key: ("token", np.concatenate(parts)) for key, parts in token.items()
+        key: ("token", np.concatenate([part[key] for part in parts])) for key in parts[0]
     }
     coordinates |= {
         key: ("prompt", np.array(values, dtype=np.int64 if key == "padding" else object))
@@ -187,6 +181,17 @@ def labels(
         coordinates,
         {"meta": json.dumps(plain(meta, "The meta of the scan"))},
     ).set_xindex("name")
+
+
+def _token_labels(index: int, tokens: Tokens) -> dict[str, NDArray[Any]]:
+    """Return the coordinates of the tokens of one sequence, the `index`-th of its scan."""
+    return {
+        "sequence": np.full(len(tokens), index),
+        "position": np.arange(len(tokens)),
+        "id": tokens.ids,
+        "text": np.array([*tokens.pieces, None], dtype=object)[:-1],
+        **{key: getattr(tokens, key) for key in ("surprisal", "entropy", "generated", "special")},
+    }
 
 
 _RESERVED = (
@@ -225,7 +230,7 @@ def _statistics(
 def to_xarray(
     anatomy: Anatomy, sequences: Iterable[ScannedSequence], meta: Mapping[str, Any]
 ) -> xarray.Dataset:
-    """The whole scan as a labelled Dataset in memory; see `Scan.to_xarray`."""
+    """Return the whole scan as a labelled Dataset in memory; see `Scan.to_xarray`."""
     dataset = labels(anatomy, sequences, meta)
     return dataset.assign(
         {

@@ -1,4 +1,10 @@
-"""Writing a scan into a folder, so that what is committed stays, whatever happens next."""
+"""Write a scan into a folder so that what is committed stays, whatever happens next.
+
+`save` and `run/dataset` use `ScanWriter`. The order of its steps is the promise: the segment is
+written and flushed, then its line is appended to the manifest, then the segment gets its final
+name. A crash between any two steps leaves a scan that can be read and written on. Sizes of segments
+and the time between commits may change freely; the order may not.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +63,7 @@ class ScanWriter:
 
     Args:
         path: The folder.
-        anatomy: That of the scanned model.
+        anatomy: The anatomy of the scanned model.
         meta: What was measured and how; what is in `meta.VOLATILE` may differ from that of an
             existing scan, everything else must agree.
         rank: Which of several writers this is; each has a manifest and segments of its own.
@@ -150,14 +156,7 @@ class ScanWriter:
                 f"{str(self.path)!r} has a sequence {sequence.name!r} already. Leave out those in "
                 "writer.names, or give this one another name."
             )
-        entry = SequenceEntry(
-            name=sequence.name,
-            tokens=len(sequence),
-            condition=sequence.condition,
-            padding=sequence.padding,
-            checks=dict(sequence.checks),
-            text=sequence.beginning,
-        )
+        entry = SequenceEntry.of(sequence)
         packed = pack(sequence, self.anatomy)
         line_bytes = require_readable(entry, manifest_name(self.rank))  # refuse now, not later
         if self._pending and (
@@ -276,12 +275,12 @@ class ScanWriter:
 
 
 def _metadata(sequences: Sequence[SequenceEntry]) -> dict[str, str]:
-    """What a segment says of itself, so that it can be read without its manifest."""
+    """Return what a segment says of itself, so that it can be read without its manifest."""
     text = describe(sequences)
     own = {"sequences": text} if len(text) <= DESCRIPTION_BYTES else {}
     return {"format": "torchfmri-segment", **own}
 
 
 def write_meta_once(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: int) -> bool:
-    """Whether meta.json was written by this call; False where there is one."""
+    """Write meta.json unless there is one, and return whether it was written."""
     return not os.path.lexists(folder / META) and write_meta(folder, anatomy, meta, rank)

@@ -1,7 +1,8 @@
 """CAPTURE: the gradients of the outputs of calls, kept or reduced as they arrive.
 
 Between two products of matrices nothing of ours is in the processor's caches: gradients are put
-aside and taken in several at once, because the second one costs a fraction of the first.
+aside and taken in several at once, because the second one costs a fraction of the first. On CUDA
+the reductions of all that wait are one launch.
 """
 
 from __future__ import annotations
@@ -96,8 +97,6 @@ class Arrivals:
         self._shapes: dict[torch.Size, torch.Size] = {}  # few, for many calls
         self._bytes = 0
         self._stored: set[int] = set()
-        self._uncounted: list[TokenRecord] = []  # certainly within the limit
-        self._uncounted_bytes = 0  # more than they keep where they share an input
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -137,58 +136,6 @@ class Arrivals:
         except Exception as error:
             self._account.refuse(self._parameters, error)
 
-    def _keep_short(self, record: TokenRecord, gradient: Tensor, backward: int) -> bool:
-        """Keep the factors of a common call, while they certainly are within the limit."""
-        x = record.x
-        if (
-            type(x) is not Tensor
-            or record.is_replayed
-            or record.spread_gradient is not None
-            or record.shape is not None
-            or record.watched.rule is rules.convolution
-            or gradient.requires_grad
-        ):
-            return False
-        record.let_go_of_graph()
-        more = gradient.nbytes + x.untyped_storage().nbytes()
-        if self._bytes + self._uncounted_bytes + more > self._max_bytes:
-            return False
-        self._uncounted_bytes += more
-        self._uncounted.append(record)
-        record.g, record.shape, record.backward = gradient, gradient.shape, backward
-        self._account.layers.add(record.watched.layer)
-        if gradient.itemsize < 4:
-            self._account.narrow.add(record.watched.layer)
-        return True
-
-    def _reduce_short(self, record: TokenRecord, gradient: Tensor, backward: int) -> bool:
-        """Reduce the gradient of a common call the short way; False where that is not to be had."""
-        watched, x = record.watched, record.x
-        if (
-            type(x) is not Tensor
-            or record.is_replayed
-            or record.spread_gradient is not None
-            or record.shape is not None
-            or record.version is None
-            or watched.rule is rules.convolution
-            or watched.is_shared
-            or record.rows
-            or record.within.calls.get(watched.layer, 0) > 1
-            or x._version != record.version
-        ):
-            return False
-        shape = gradient.shape
-        record.shape = self._shapes.setdefault(shape, shape)
-        found = self._reducer.short(record, gradient)
-        if found is None:
-            record.shape = None
-            return False
-        record.reduced, record.backward, record.x = found, backward, None
-        self._account.layers.add(watched.layer)
-        if gradient.itemsize < 4:
-            self._account.narrow.add(watched.layer)
-        return True
-
     def expect_end(self) -> None:
         """Have `_backward_is_over` called when the running backward pass is over."""
         self.backward = current_backward()
@@ -203,13 +150,12 @@ class Arrivals:
         self._passes.count_calls()
         self._is_sorted = False
         autocasts = may_autocast()
-        short = self._keep_short if self._keeps_factors else self._reduce_short
         with torch.no_grad():
             for record, gradient, backward in arrived:
                 try:
                     if autocasts or record.is_replayed or self._parked:
                         self._take_in_with_care(record, gradient, backward)
-                    elif not short(record, gradient, backward):
+                    else:
                         self._take_in(record, gradient, backward)
                 except Exception as error:
                     self._account.refuse(record.watched.parameters.values(), error)
@@ -257,10 +203,6 @@ class Arrivals:
 
     def _count(self, record: TokenRecord) -> None:
         """Add what a record keeps to the bill; beyond the limit it is let go."""
-        uncounted, self._uncounted = self._uncounted, []
-        self._uncounted_bytes = 0
-        for each in uncounted:
-            self._add_bytes(each)
         before = self._bytes
         added = self._add_bytes(record)
         if self._bytes > self._max_bytes:

@@ -35,6 +35,7 @@ from torchfmri._tokens.algebra.reduced import (
 from torchfmri._tokens.algebra.selection import TokenSelection
 from torchfmri._tokens.algebra.verification import TokenVerification
 from torchfmri._tokens.calls.capture import Capture, target_of
+from torchfmri._tokens.calls.passes import PartHook
 from torchfmri._tokens.calls.plans import plan_of
 from torchfmri._tokens.calls.runs import Masks, joined
 from torchfmri._tokens.calls.verification import PassVerification
@@ -133,7 +134,9 @@ class TokenGradients(Attached):
             hook = Hook(partial(capture.owners.begins, owner.layer))
             self._hooks.before((owner.module,), hook, first=True)
         passes = capture.passes
-        passes.parts.watch(passes, self._plan.parts, self._plan.by_module)
+        part = PartHook(passes, self._plan.by_module)
+        handles.append(part)
+        self._hooks.before(self._plan.parts, part, first=True)
         for name, module in stacks.items():
             stack = name.rpartition(".")[2]
             if stack == "encoder":
@@ -143,7 +146,6 @@ class TokenGradients(Attached):
             handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
 
     def _remove_handles(self) -> None:
-        self._capture.passes.parts.forget()
         self._hooks.remove()
         for handles in (self._handles, self._capture.arrivals.handles):
             while handles:

@@ -50,17 +50,13 @@ class Reducer:
         self._last: tuple[Tensor, Numbers] | None = None
 
     def __call__(self, record: TokenRecord, g: Tensor) -> Found:
-        """The numbers of a call's parameters, by their names in the module."""
-        found = self.short(record, g)
+        """Return the numbers of a call's parameters, by their names in the module."""
+        reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
+        found = None if reduce is None or record.rows else reduce(self, record, g)
         if found is None:
             names = record.watched.parameters
             found = {key: self.terms([term], names[key]) for key, term in record.terms().items()}
         return found
-
-    def short(self, record: TokenRecord, g: Tensor) -> Found | None:
-        """Return the norms of common layers directly, without building their terms first."""
-        reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
-        return None if reduce is None or record.rows else reduce(self, record, g)
 
     def terms(self, several: Sequence[Term], name: str) -> Reduced:
         """The numbers of a parameter from its terms, with all cross terms."""

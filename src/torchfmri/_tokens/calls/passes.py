@@ -89,7 +89,6 @@ class TokenPasses:
         broadcasts: Outputs that are spread over the batch.
         constants: Layers that read constants: their outputs have no batch axis.
         tracing: Follows the tokens of the pass that runs; None where they are known already.
-        parts: The hooks on containers that begin a pass when they are called by themselves.
         last: The last pass with gradients that is over.
     """
 
@@ -124,7 +123,6 @@ class TokenPasses:
         self.memories: list[weakref.ref[Tensor]] = []
         self.encoder_mask: TokenMask | None = None
         self.broadcasts = Broadcasts(failed)
-        self.parts = Parts()
         self.grids: dict[str, tuple[int, int] | None] = {}
         self.running: list[str] = []
         self._outermost: set[str] = set()
@@ -359,7 +357,6 @@ class TokenPasses:
     ) -> None:
         """The model begins a pass."""
         if current_backward() == NO_BACKWARD:
-            self.parts.detach()
             self.module_begins("", module, arguments, keywords)
 
     def model_returns(self, *call: Any) -> None:
@@ -367,7 +364,6 @@ class TokenPasses:
         if current_backward() == NO_BACKWARD:
             self.broadcasts.model_returned(*call)
             self.module_ends("")
-            self.parts.attach()
 
     def stack_begins(
         self, stack: str, _: object, arguments: tuple[object, ...], keywords: Mapping[str, object]
@@ -383,42 +379,19 @@ class TokenPasses:
         self.memories += [weakref.ref(each.tensor) for each in flatten(output)]
 
 
-class Parts:
-    """The hooks on containers that only call modules; while the model runs, they are not there."""
-
-    def __init__(self) -> None:
-        self._hooks = HookSet()
-        self._modules: Sequence[nn.Module] = ()
-        self._hook = Hook(None)
-
-    def watch(
-        self, passes: TokenPasses, modules: Sequence[nn.Module], watched: Mapping[int, Watched]
-    ) -> None:
-        """Attach hooks to these containers; what is watched is known by the ids of modules."""
-        self._modules, self._hook = modules, PartHook(passes, watched, self._hooks)
-        self.attach()
-
-    def attach(self) -> None:
-        self._hooks.before(self._modules, self._hook, first=True)
-
-    def detach(self) -> None:
-        self._hooks.remove()
-
-    def forget(self) -> None:
-        """Remove the hooks for good."""
-        self.detach()
-        self._modules = ()
-        self._hook = Hook(None)
-
-
 class PartHook(Hook):
-    """On containers that only call the modules below them: called by itself, one begins a pass."""
+    """The hook on containers that only call the modules below them.
 
-    __slots__ = ("_depth", "_hooks", "_outermost", "_passes", "_watched")
+    A container that is called by itself begins a pass. The hook stays on while the model runs:
+    taking it off for that long saves nothing that can be measured.
+    """
 
-    def __init__(self, passes: TokenPasses, watched: Mapping[int, Watched], hooks: HookSet) -> None:
+    __slots__ = ("_depth", "_ends_hooks", "_outermost", "_passes", "_watched")
+
+    def __init__(self, passes: TokenPasses, watched: Mapping[int, Watched]) -> None:
         super().__init__(None)
-        self._passes, self._watched, self._hooks = passes, watched, hooks
+        self._passes, self._watched = passes, watched
+        self._ends_hooks = HookSet()  # on the container that began the last pass
         self._outermost = 0
         self._depth = 0  # of its calls inside each other
 
@@ -432,7 +405,12 @@ class PartHook(Hook):
         elif current_backward() == NO_BACKWARD:
             passes.module_begins(watched.layer, module, *call)
             self._outermost, self._depth = key, 1
-            self._hooks.after((module,), Hook(self._ends), always=True)
+            self._ends_hooks.remove()
+            self._ends_hooks.after((module,), Hook(self._ends), always=True)
+
+    def remove(self) -> None:
+        """Remove what was added on the way; safe to call twice."""
+        self._ends_hooks.remove()
 
     def _ends(self, module: nn.Module, *_: object) -> None:
         if self._outermost != id(module):

@@ -261,7 +261,9 @@ def _only_calls(container: Watched) -> bool:
     """Whether a module uses those below it by calling them, as far as its code tells.
 
     Code can reach a weight in more ways than can be followed, so this is asked only of code that
-    is known not to hide any.
+    is known not to hide any. Containers that only call need no hook on their calls: that saves 7
+    hundredths of a plain step that is mostly Python (`benchmarks token_gradients --without
+    code_reading`).
     """
     module = container.module
     kind: Any = type(module)

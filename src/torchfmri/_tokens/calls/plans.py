@@ -2,7 +2,8 @@
 
 A plan that is kept refers to its model weakly, and holds for as long as the model looks as it did:
 the same modules with the same code under the same names, the same parameters, as trainable as
-before.
+before. In a model of 311 parameters whose step is mostly Python, that saves 11 to 14 hundredths of
+the plain step (`python -m benchmarks token_gradients --without kept_plans`).
 """
 
 from __future__ import annotations

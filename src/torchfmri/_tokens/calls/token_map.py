@@ -26,9 +26,9 @@ from torchfmri._tokens.rules.arguments import (
 from torchfmri._tokens.rules.numbers import NOBODY, SEVERAL, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.record import TokenRecord
-from torchfmri._tokens.rules.recurrences import StepUse
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
 from torchfmri._tokens.rules.sources import Sources, TokenSource
+from torchfmri._tokens.rules.step_uses import REASON, StepUse
 from torchfmri._tokens.rules.trace import TokenTrace
 from torchfmri._torch import Aside, Element, flatten_arguments
 
@@ -296,6 +296,8 @@ class Tracing:
         found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
         lookups = self._rows_of_constants()
         self.trace.recurrences.place()
+        steps = {record.watched.layer for record, _, use, _ in self._outputs if use is not None}
+        steps &= self._constants
         for record, origins, use, shape in self._outputs:
             placed = origins
             use = use or origins.use_of(record.watched.parameters.values())  # it has landed since
@@ -303,6 +305,8 @@ class Tracing:
                 placed = origins.placed(use)
             tokens = tokens_of(self.trace, record, placed, shape)
             tokens = tokens._replace(is_step=use is not None and use.is_moved)
+            if record.watched.layer in steps and use is None and self._is_no_position(placed):
+                tokens = CallTokens(refused=_different(REASON))
             if id(origins) in lookups:
                 tokens = tokens._replace(rows=(lookups[id(origins)],))
             landed = origins.landed
@@ -318,6 +322,11 @@ class Tracing:
             known = [each for each in handed.origins if each is not None]
             found.is_dynamic |= any(each.is_dynamic for each in known)
         return found
+
+    def _is_no_position(self, origins: Origins) -> bool:
+        """Whether rows are at no position, in a recurrence that has one for each other use."""
+        small = compact(origins.first)
+        return bool(((small == NOBODY) | self.trace.sources.is_sample(small)).all())
 
     def _rows_of_constants(self) -> dict[int, TokenRows]:
         """The rows of layers that are called several times with constants: each is a token."""

@@ -187,6 +187,36 @@ class Grids:
         numbers = source.start + (order * each + turn)[:, None] * count + place
         return numbers.view(n, 1, *shape[2:])
 
+    def longer(self, numbers: Tensor, grown: Tensor) -> Tensor:
+        """The tokens of the rows of a convolution that makes a sequence longer, (b, i, s).
+
+        For the layer, what is computed beyond the sequence belongs to its last token until it is
+        cut. For whatever reads the rows before that, they are a grid of their own.
+
+        Args:
+            numbers: The tokens before, (b, 1, s).
+            grown: The grid of their own.
+        """
+        before, sources = numbers[:, 0], self.sources.present(grown)
+        if len(sources) == 1 and sources[0].grid == (len(before), grown.shape[-1]):
+            sources[0].before = before
+        at = torch.arange(grown.shape[-1], device=numbers.device).clamp(max=before.shape[1] - 1)
+        return numbers[:, :, at].expand(grown.shape)
+
+    def cut(self, numbers: Tensor) -> Tensor:
+        """The tokens of rows of a longer sequence, if as many are left as there were before."""
+        small = compact(numbers)
+        sources = self.sources.present(small)
+        before = sources[0].before if len(sources) == 1 else None
+        if before is None or not small.numel() or bool((small < 0).any()):
+            return numbers
+        local = small - sources[0].start
+        sample, place = local // sources[0].grid[1], local % sources[0].grid[1]
+        place = place - place.min()
+        if int(place.max()) + 1 != before.shape[1] or len(unique(place)) != before.shape[1]:
+            return numbers
+        return before[sample, place].expand(numbers.shape)
+
     def filled(self, numbers: Tensor) -> Tensor | None:
         """Rows that are back at their places, and the tokens of places that were left out.
 
@@ -230,8 +260,14 @@ class Grids:
         sources = self.sources.present(small)
         if len(sources) != 1 or small.numel() % math.prod(sources[0].grid):
             return False
+        return self.has_all(small) and bool((small >= 0).all())
+
+    def has_all(self, numbers: Tensor) -> bool:
+        """Whether a tensor has all tokens of a source, beside constants maybe."""
+        small = compact(numbers)
+        sources = self.sources.present(small)
         found = unique(small[small >= 0])
-        return len(found) == math.prod(sources[0].grid) and bool((small >= 0).all())
+        return len(sources) == 1 and len(found) == math.prod(sources[0].grid)
 
 
 def _rows_along(small: Tensor, axes: Sequence[int]) -> Tensor:

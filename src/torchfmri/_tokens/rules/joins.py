@@ -14,18 +14,12 @@ from torchfmri._tokens.rules.numbers import (
     UNKNOWN,
     broadcast,
     compact,
-    is_constant_along,
-    rows_of,
+    equal,
 )
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.recurrences import (
-    Chain,
-    Recurrences,
-    TwoPositions,
-    united,
-    without_fixed,
-)
 from torchfmri._tokens.rules.sources import MadeOf, Sources
+from torchfmri._tokens.rules.step_uses import Chain, united
+from torchfmri._tokens.rules.steps import Steps
 
 
 class Joins:
@@ -34,12 +28,11 @@ class Joins:
     Args:
         sources: The tokens of the pass.
         grids: Compares grids.
-        recurrences: Are told of the steps that are found.
+        steps: Decides where both operands have one position per sample.
     """
 
-    def __init__(self, sources: Sources, grids: Grids, recurrences: Recurrences) -> None:
-        self.sources, self._grids, self._recurrences = sources, grids, recurrences
-        self._pairs: dict[tuple[int, int], TwoPositions] = {}
+    def __init__(self, sources: Sources, grids: Grids, steps: Steps) -> None:
+        self.sources, self._grids, self.steps = sources, grids, steps
 
     def join(self, several: Sequence[Origins], shape: torch.Size, name: str) -> Origins | None:
         """The origins of the result of an operation entry by entry on these operands."""
@@ -51,10 +44,12 @@ class Joins:
             doubtful = result.is_doubtful and each.is_doubtful
             slices = result.is_slice and each.is_slice
             samples = result.is_sample and each.is_sample
-            pair = result.pair or each.pair
+            pair, walk = result.pair or each.pair, self.steps.walks.united(result.walk, each.walk)
+            ended, has_begun = result.ended or each.ended, result.has_begun or each.has_begun
             result = self._join(result, self._spread(each, shape), name)
             result.seen, result.born = result.seen | seen, born
-            result.pair = result.pair or pair
+            result.pair, result.walk = result.pair or pair, result.walk or walk
+            result.ended, result.has_begun = result.ended or ended, has_begun
             result.is_doubtful = doubtful
             result.is_slice, result.is_sample = slices, samples
         return result
@@ -107,18 +102,19 @@ class Joins:
 
     def _join_alike(self, one: Origins, other: Origins, first: Tensor, chain: Chain) -> Origins:
         """Join operands whose entries have the same first token."""
-        self._begun(one, other)
+        self.steps.begin(one, other)
+        self.steps.meet_own(one, other)
         keeps = one if one.second is not None else other
         second, decided, raw = keeps.second, keeps.is_decided, keeps.is_raw
         if one.second is not None and other.second is not None:
             decided = one.is_decided or other.is_decided
             raw = one.is_raw and other.is_raw
-            if not self.equal(one.second, other.second):
+            if not equal(one.second, other.second):
                 second, decided = (one.second, True) if decided else (None, True)
         elif second is not None and not decided:
             second, decided, raw = None, True, False  # the other operand has decided
         dynamic = (one.is_dynamic or other.is_dynamic) and not (
-            self.equal(one.first, other.first) and one.is_dynamic != other.is_dynamic
+            equal(one.first, other.first) and one.is_dynamic != other.is_dynamic
         )
         reason = "" if bool((compact(first) >= NOBODY).all()) else one.reason or other.reason
         return Origins(
@@ -138,9 +134,6 @@ class Joins:
         at = int(different[0])
         swap = int(small_a.flatten()[at]) > int(small_b.flatten()[at])
         return (b, a) if swap else (a, b)
-
-    def equal(self, a: Tensor, b: Tensor) -> bool:
-        return bool((compact(a) == compact(b)).all())
 
     def _is_among(self, new: Origins, known: Origins) -> bool:
         """Whether the candidates of `new` are candidates of `known`, entry by entry."""
@@ -228,169 +221,25 @@ class Joins:
             return None
         samples_a, samples_b = self.sources.sample_of(a), self.sources.sample_of(b)
         if not bool((samples_a == samples_b)[both].all()):
-            return self._by_first_axis(one, other)
-        one, other = self._without_constants(one), self._without_constants(other)
-        single_a, single_b = self._is_position(one), self._is_position(other)
+            return self.steps.by_first_axis(one, other)
+        one, other = self.steps.without_constants(one), self.steps.without_constants(other)
+        single_a, single_b = self.steps.is_position(one), self.steps.is_position(other)
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
-            self._recurrences.spread(one_position.chain)
+            self.steps.spread(one_position)
             return many if self._grids.is_single(one_position.first) else None
         if single_a:
-            return self._stepped(one, other)
+            return self.steps.stepped(one, other)
         finer = self._grids.finer(one.first, other.first)
         if finer is not None:
-            return one if self.equal(finer, one.first) else other
+            return one if equal(finer, one.first) else other
         whole_a, whole_b = (self._grids.is_whole(each) for each in (one.first, other.first))
         ours, theirs = ({e.true.start for e in self.sources.present(each)} for each in (a, b))
         if whole_a != whole_b and ours == theirs:
             return one if whole_a else other
         return None
 
-    # -- steps of recurrences ----------------------------------------------------------------
-
-    def _by_first_axis(self, one: Origins, other: Origins) -> Origins | None:
-        """The later of two steps along the first axis: a recurrence over (s, b, d).
-
-        It has taken in the other already, or the other has gone through parameters that it has not:
-        the sum of two samples is no step.
-        """
-        if not (one.is_sample and other.is_sample):
-            return None
-        rows, before = rows_of(one.first), rows_of(other.first)
-        present = self.sources.present(torch.cat([rows, before]))
-        if len(present) != 1 or rows.shape != before.shape:
-            return None
-        shift = rows - before
-        if bool((shift % present[0].grid[1] != 0).any()) or bool((shift != shift[0]).any()):
-            return None  # other places of the samples
-        newer = self._newer(one, other)
-        older = other if newer is one else one
-        if newer is None or not (
-            self._seen(older) < self._seen(newer) or newer.chain.keys() < older.chain.keys()
-        ):
-            return None
-        return self._stepped(one, other)
-
-    def _stepped(self, one: Origins, other: Origins) -> Origins | None:
-        """The result of a step of a recurrence, at the operand that is new; None if it is none."""
-        newer = self._newer(one, other)
-        if newer is None:
-            return None
-        older = other if newer is one else one
-        if self._is_again(newer, older):
-            return newer.but(first=torch.full_like(newer.first, SEVERAL), reason="a second pass")
-        seen, rows = self._seen(newer), rows_of(newer.first)
-        shift = rows - rows_of(older.first)
-        is_fresh = len(seen) == 1
-        pair = None
-        if is_fresh and len(self._seen(older)) == 1:
-            pair = self._pair(rows, shift, older)
-        elif older.pair is not None and newer.pair is None:
-            older.pair.is_step |= int(shift[0]) == older.pair.shift
-        self._recurrences.step(newer.chain, older.chain, rows, shift, is_fresh, pair=pair)
-        if self._seen(older) < seen:
-            for each in (each for uses in newer.chain.values() for each in uses):
-                each.is_again |= each.shift is None
-        chain = united(newer.chain, without_fixed(older.chain))
-        return newer.but(seen=seen | self._seen(older), pair=pair, chain=chain)
-
-    def _is_again(self, state: Origins, step: Origins) -> bool:
-        """Whether a state that has taken in a step meets it again, in another walk over the steps.
-
-        A decoder that begins with the last state of an encoder of the same sequence does. The steps
-        were taken apart after the state was made; those of one walk were before.
-        """
-        is_fresh = len(self._seen(step)) == 1
-        return is_fresh and self._seen(step) < self._seen(state) and step.born > state.born > 0
-
-    def _pair(self, rows: Tensor, shift: Tensor, older: Origins) -> TwoPositions:
-        """Two positions, of which one is new; steps for sure where a state came first."""
-        key = int(rows[0]), int(shift[0])
-        pair = self._pairs.setdefault(key, TwoPositions(key[1]))
-        sources = self.sources.present(rows[:1])
-        others = self.sources.present(rows_of(older.first)[:1])
-        if not sources or sources != others or _has_begun(older.chain):
-            pair.is_step = True
-        else:
-            grid = sources[0].grid
-            pair.is_all = 2 in grid if older.is_sample else grid[1] == 2
-        return pair
-
-    def _newer(self, one: Origins, other: Origins) -> Origins | None:
-        """The one of two steps to which a result that is computed from both belongs.
-
-        That is the one that has taken in the other already, or a position that was not taken in
-        before. Of two positions without any step before it is the one that has not gone through a
-        state made of constants, or was selected later.
-        """
-        seen, others = self._seen(one), self._seen(other)
-        ours, theirs = (int(rows_of(each.first)[0]) for each in (one, other))
-        if (ours in others) != (theirs in seen):
-            return other if ours in others else one
-        if not seen.isdisjoint(others) or (len(seen) > 1 and len(others) > 1):
-            return None  # two states, and both have a history
-        if len(seen) != len(others):
-            return one if len(seen) < len(others) else other
-        states = [_has_begun(each.chain) for each in (one, other)]
-        if states[0] != states[1]:
-            return other if states[0] else one
-        if one.born != other.born:
-            return one if one.born > other.born else other
-        return one if ours > theirs else other
-
-    def _begun(self, one: Origins, other: Origins) -> None:
-        """Note the first step of a recurrence whose state was made of the whole sample."""
-        for state, new in ((one, other), (other, one)):
-            if state.chain and self._is_position(state) and self._is_position(new):
-                small = compact(state.first)
-                is_summary = bool(self.sources.is_sample(small).all())
-                if is_summary and not bool(self.sources.is_sample(compact(new.first)).any()):
-                    rows = rows_of(new.first)
-                    shift = rows - rows_of(state.first)
-                    is_fresh = len(self._seen(new)) == 1
-                    self._recurrences.step(new.chain, state.chain, rows, shift, is_fresh)
-
-    def are_steps(self, *several: Origins) -> bool:
-        """Whether each of these may be a step, beside constants (states to begin with) maybe."""
-        return all(self.is_step(self._without_constants(each)) for each in several)
-
-    def _without_constants(self, origins: Origins) -> Origins:
-        """The origins of a step that stands beside constants, which have no say."""
-        small = compact(origins.first)
-        if small.ndim < 2 or not bool((small == NOBODY).any()) or not self._grids.is_single(small):
-            return origins
-        highest = small.amax(tuple(range(1, small.ndim)), keepdim=True)
-        first = torch.where(small == NOBODY, highest, small).expand(origins.first.shape)
-        return origins.but(first=first)
-
-    def is_step(self, origins: Origins) -> bool:
-        """Whether this may be a step of a recurrence, along the positions or the first axis."""
-        if not origins.is_sample:
-            return self._is_position(origins)
-        first = origins.first
-        is_told = bool((compact(first) >= 0).all()) and first.numel() > 0
-        return is_told and all(is_constant_along(first, axis) for axis in range(1, first.ndim))
-
-    def _is_position(self, origins: Origins) -> bool:
-        """Whether each sample, or each row of a batch of windows, has one position."""
-        first = origins.first
-        if not bool((compact(first) >= 0).all()) or not first.numel():
-            return False
-        if self._grids.is_single(first):
-            return True
-        is_one = origins.is_slice or origins.is_sample
-        return is_one and all(is_constant_along(first, axis) for axis in range(1, first.ndim))
-
-    def _seen(self, origins: Origins) -> frozenset[int]:
-        """The tokens of the first row that a step has taken in."""
-        return origins.seen | {int(rows_of(origins.first)[0])}
-
 
 def _are_apart(one: MadeOf | None, other: MadeOf | None) -> bool:
     """Whether two grids were made of different arguments."""
     return one is None or other is None or one.given.isdisjoint(other.given)
-
-
-def _has_begun(chain: Chain) -> bool:
-    """Whether a use on the way has made a state of constants."""
-    return any(each.has_begun for uses in chain.values() for each in uses)

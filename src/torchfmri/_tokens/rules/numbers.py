@@ -26,6 +26,11 @@ def compact(numbers: Tensor) -> Tensor:
     return numbers
 
 
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape have the same numbers."""
+    return bool((compact(a) == compact(b)).all())
+
+
 def is_constant_along(numbers: Tensor, axis: int) -> bool:
     """Whether the numbers do not change along an axis."""
     small = compact(numbers)

@@ -8,32 +8,27 @@ teach a new operation, enter its name in one of the tables, or a rule in `_RULES
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.rules.grids import Grids
-from torchfmri._tokens.rules.joins import Joins
-from torchfmri._tokens.rules.layouts import Layouts
 from torchfmri._tokens.rules.moves import BY_IDS, MOVES, moved_like, tensors_in
 from torchfmri._tokens.rules.numbers import (
     NOBODY,
     SEVERAL,
-    UNKNOWN,
     compact,
     constant,
     is_constant_along,
 )
+from torchfmri._tokens.rules.operator_call import OperatorCall
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import put_beside, written
-from torchfmri._tokens.rules.recurrences import united
-from torchfmri._tokens.rules.sources import Sources, TokenSource
-from torchfmri._tokens.rules.sums import Sums
+from torchfmri._tokens.rules.step_uses import united
 from torchfmri._torch import map_tensors
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "grouped_mm_fallback"})
-_WRITES = frozenset(
+WRITES = frozenset(
     {"scatter", "index_copy", "masked_scatter", "slice_scatter", "select_scatter",
      "diagonal_scatter", "index_put", "_index_put_impl", "index_add", "scatter_add",
      "scatter_reduce", "index_reduce"}
@@ -65,41 +60,8 @@ _CELLS = frozenset({"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"})
 _SEQUENCES = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
 
 
-class Known(Protocol):
-    """What is known of the tensors of a run."""
-
-    sources: Sources
-    grids: Grids
-    layouts: Layouts
-    joins: Joins
-    sums: Sums
-    count: int
-    of_layers: frozenset[str]
-
-    def origins(self, tensor: Tensor) -> Origins | None: ...
-
-    def leaves(self, tensor: Tensor) -> frozenset[str]: ...
-
-    def is_fixed(self, tensor: Tensor) -> bool: ...
-
-    def is_state(self, tensor: Tensor) -> bool: ...
-
-    def land(self, tensor: Tensor, source: TokenSource) -> None: ...
-
-
-class OperatorCall:
+class TokenRules(OperatorCall):
     """One operation on data, and what becomes of its tokens."""
-
-    def __init__(
-        self, trace: Known, function: Any, name: str, arguments: Any, keywords: Any, results: Any
-    ) -> None:
-        self.trace, self.grids, self.layouts = trace, trace.grids, trace.layouts
-        self.joins, self.sums = trace.joins, trace.sums
-        self.function, self.name = function, name
-        self.arguments, self.keywords, self.results = arguments, keywords, results
-        schema = getattr(function, "_schema", None)
-        names = [each.name for each in schema.arguments] if schema is not None else []
-        self.named = {**dict(zip(names, arguments, strict=False)), **keywords}
 
     def origins(self) -> list[Origins | None]:
         """The origins of every result."""
@@ -109,7 +71,7 @@ class OperatorCall:
         rule = _RULES.get(name)
         if rule is not None:
             return rule(self)
-        if name in _WRITES:
+        if name in WRITES:
             return [self._written_into()]
         if name in _REDUCTIONS:
             return self._reduced()
@@ -123,21 +85,7 @@ class OperatorCall:
         # torch 2.9 has no tag on hardtanh_.
         if torch.Tag.pointwise in tags or name in ("complex", "polar", "copy", "hardtanh"):
             return [self._entry_by_entry(each.shape) for each in self.results]
-        return [self._unknown(each) for each in self.results]
-
-    # -- pieces ------------------------------------------------------------------------------
-
-    def of(self, value: object) -> Origins | None:
-        return self.trace.origins(value) if isinstance(value, Tensor) else None
-
-    def _only_first(self, origins: Origins | None) -> list[Origins | None]:
-        return [origins, *[None] * (len(self.results) - 1)]
-
-    def _unknown(self, result: Tensor, reason: str = "") -> Origins:
-        several = [self.of(each) for each in tensors_in(self.arguments, self.keywords)]
-        dynamic = any(each.is_dynamic for each in several if each is not None)
-        text = reason or f"the operation {self.name}"
-        return Origins(constant(UNKNOWN, result), is_dynamic=dynamic, reason=text)
+        return [self.unknown(each) for each in self.results]
 
     def _entry_by_entry(self, shape: torch.Size) -> Origins | None:
         operands = tensors_in(self.arguments, self.keywords)
@@ -153,7 +101,18 @@ class OperatorCall:
             if self.of(each) is None and self.trace.leaves(each):
                 for found in several:
                     self.layouts.used_by_entry(found, each.shape)
-        return self.joins.join(several, shape, self.name)
+        found = self.joins.join(several, shape, self.name)
+        if found is not None and self.name != "copy" and self._has_constants(shape):
+            found = found.but(has_begun=True)
+        return found
+
+    def _has_constants(self, rows: torch.Size) -> bool:
+        """Whether there is a constant for each row and sample, as a state to begin with."""
+        return any(
+            each.ndim > 1 and each.shape[: len(rows)] == rows and each.is_floating_point()
+            and self.of(each) is None and not self.trace.leaves(each)
+            for each in tensors_in(self.arguments, self.keywords)
+        )  # fmt: skip
 
     def _rows_of(self, operand: Tensor, axis: int = -1) -> Origins | None:
         """The origins of an operand, for a result with another length along one axis."""
@@ -175,14 +134,11 @@ class OperatorCall:
         if not found:  # a table of constants or parameters, from which data chooses
             ids = [each for each in chosen if each is not None]
             return [self._chosen(ids[0], each) if ids else None for each in self.results]
-        if self.name in ("cat", "stack") and self._has_parameters():
-            beside = self._beside()
+        if self.name in ("cat", "stack"):
+            beside = self._beside() if self._has_parameters() else None
+            beside = beside or self._steps_beside(found.values())
             if beside is not None:
                 return [beside]
-        if self.name in ("cat", "stack"):
-            step = self._steps_beside(found.values())
-            if step is not None:
-                return [step]
         if not all(each.is_raw for each in found.values()):  # what is decided decides for all
             found = {
                 key: self.layouts.settled(each, []) if each.is_raw else each
@@ -194,38 +150,47 @@ class OperatorCall:
             lengths = [1] * len(operands)
             if self.name == "cat":  # also with an empty tensor of one axis
                 lengths = [each.shape[axis] if each.numel() else 0 for each in operands]
-            told = put_beside(self.joins, [found.get(id(each)) for each in operands], lengths)
+            told = put_beside(self.steps, [found.get(id(each)) for each in operands], lengths)
             first = {id(e): new for e, new in zip(operands, told, strict=True) if new is not None}
-        moved = moved_like(self.function, self.arguments, self.keywords, first)
+        moved = self._move(first)
         second: list[Tensor | None] = [None] * len(moved)
         if any(each.second is not None for each in found.values()):
             others = {k: e.first if e.second is None else e.second for k, e in found.items()}
-            second = [*moved_like(self.function, self.arguments, self.keywords, others)]
+            second = [*self._move(others)]
         several = list(found.values())
         one = max(several, key=lambda each: len(each.chain))
         dynamic = any(each.is_dynamic for each in several) or chosen.count(None) < len(chosen)
         dynamic |= by_ids and not all(map(self.trace.is_fixed, operands[1:]))
         decided = all(each.is_decided for each in several)
+        has_begun = self.name == "cat" and self._has_constants(self.results[0].shape[:-1])
         is_one = not self._is_sequence(moved[0])
         return [
             one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided,
                     is_raw=all(each.is_raw for each in several),
-                    born=one.born if self.joins.is_step(one) else self.trace.count,
+                    has_begun=one.has_begun or has_begun,
+                    born=one.born if self.steps.is_step(one) else self.trace.count,
                     is_slice=is_one and (one.is_slice or self._is_slice()),
                     is_sample=is_one and (
                         all(each.is_sample for each in several) or self._is_sample()))
             for a, b in zip(moved, second, strict=True)
         ]  # fmt: skip
 
+    def _move(self, numbers: Mapping[int, Tensor]) -> list[Tensor]:
+        """The numbers of operands, by id, after the same move."""
+        moved = moved_like(self.function, self.arguments, self.keywords, numbers)
+        return [self.grids.cut(each) for each in moved] if self.name == "slice" else moved
+
     def _steps_beside(self, several: Collection[Origins]) -> Origins | None:
         """Steps side by side: a sequence of them, or the features of one step of a recurrence."""
-        steps = [each for each in several if each.chain or each.seen]
-        if not steps or not all(map(self.joins.is_step, several)):
-            return None
         (result,) = self.results
         axis = self.named.get("dim", 0) % result.ndim
         if self.name == "stack" or axis != result.ndim - 1:
             return None
+        if not all(map(self.steps.is_step, several)):
+            return None
+        is_joined = any(each.chain or each.seen for each in several)
+        if not is_joined and not self.steps.is_position_of_sample(several):
+            return self.steps.side_by_side(list(several), result.shape)
         narrow = [each.moved(lambda numbers: numbers.narrow(-1, 0, 1)) for each in several]
         joined = self.joins.join(narrow, torch.Size((*result.shape[:-1], 1)), self.name)
         is_open = joined is not None and not (joined.is_decided or joined.is_raw)
@@ -261,7 +226,7 @@ class OperatorCall:
         if self.name in ("gather", "take") or extra < 0:
             return ids.but(first=ids.first.expand(result.shape), second=None)
         if tuple(result.shape[: ids.first.ndim]) != tuple(ids.first.shape):
-            return self._unknown(result)
+            return self.unknown(result)
         numbers = ids.first[(..., *[None] * extra)]
         return ids.but(first=numbers.expand(result.shape), second=None)
 
@@ -273,6 +238,8 @@ class OperatorCall:
         (result,) = self.results
         axis = self.named.get("dim", 0) % result.ndim
         data = [found for each in self.arguments[0] if (found := self.of(each)) is not None]
+        if axis != result.ndim - 1 and all(map(self.steps.is_one_step, data)):
+            return None  # the states of a recurrence, beside a learned first one
         for each in data if self.name == "cat" and axis != result.ndim - 1 else ():
             self.layouts.lengthened(each, axis)
         data = [self.layouts.settled(each, []) for each in data]
@@ -316,7 +283,7 @@ class OperatorCall:
             if clash:
                 first = torch.where(first >= 0, torch.full_like(first, SEVERAL), first)
         elif new is not None:
-            first = written(new, base, base, first)
+            first = written(new, base, base, first, self.trace.sources)
         pieces, named = [each for each in (old, new) if each is not None], self.named
         chosen = [named.get("index"), named.get("mask"), *(named.get("indices") or ())]
         dynamic = any(each.is_dynamic for each in pieces)
@@ -326,7 +293,7 @@ class OperatorCall:
         found = Origins(first, is_dynamic=dynamic, reason=self.name)
         for each in pieces:
             found.chain = united(found.chain, each.chain)
-        filled = self.grids.filled(first)
+        filled = None if self.steps.is_one_step(new) else self.grids.filled(first)
         if filled is not None:
             found.first, found.is_dynamic = filled, False
         return found
@@ -341,7 +308,7 @@ class OperatorCall:
         numbers = chooser.first.narrow(axis, 0, 1)
         shape = [1 if k == axis else size for k, size in enumerate(result.shape)]
         if list(numbers.shape) != shape or not is_constant_along(chooser.first, axis):
-            return self._unknown(result)
+            return self.unknown(result)
         return chooser.but(first=numbers.expand(result.shape), second=None)
 
     def _write(self, numbers: Mapping[int, Tensor], values: Tensor) -> Tensor:
@@ -424,10 +391,10 @@ class OperatorCall:
         if found is None:
             return None
         if operand.ndim < 3 or result.ndim != operand.ndim:
-            return self._unknown(result)
+            return self.unknown(result)
         found = self.layouts.by_channel(found).told()
         if not is_constant_along(found.first, 1):
-            return self._unknown(result)
+            return self.unknown(result)
         numbers = found.first.narrow(1, 0, 1)
         if result.shape[2:] == operand.shape[2:]:
             return found.but(first=numbers.expand(result.shape), second=None, is_raw=False)
@@ -521,7 +488,7 @@ class OperatorCall:
             if learned is not None:
                 found = keys.but(first=learned.expand(self.results[0].shape), second=None,
                                  is_decided=True, is_raw=False)  # fmt: skip
-        return self._only_first(found)
+        return self.only_first(found)
 
     def _vector_product(self) -> list[Origins | None]:
         (result,) = self.results
@@ -546,7 +513,7 @@ class OperatorCall:
         (result,) = self.results
         first = self.arguments[0]
         if first.ndim != 2 or self.arguments[1].ndim != 3:
-            return [self._unknown(result)]
+            return [self.unknown(result)]
         return [self._rows_of(first)]
 
     def _convolution(self) -> list[Origins | None]:
@@ -555,19 +522,20 @@ class OperatorCall:
         found = self.of(operand)
         if found is None:
             return [None]
+        is_filter = operand.shape[1] == 1 and not self.trace.leaves(self.arguments[1])
+        if is_filter and found.is_raw and result.shape == operand.shape:
+            return [found]  # of each feature by itself: a later layer says which axis these are on
         found = self.layouts.by_channel(found).told()
         stride = self.named.get("stride", [1])
         transposed = self.named.get("transposed", False)
-        numbers = found.first.narrow(1, 0, 1)
-        is_dense = all(each == 1 for each in stride)
+        numbers, is_dense = found.first.narrow(1, 0, 1), all(each == 1 for each in stride)
         plain = is_dense and not transposed
         if not is_constant_along(found.first, 1):
             if bool((compact(found.first) < NOBODY).any()):
-                return [self._unknown(result, found.reason)]
+                return [self.unknown(result, found.reason)]
             found = found.but(first=self.sums.reduced(found, [1], self.name).first, second=None)
             numbers = found.first
-        length = operand.shape[-1]
-        tokens = compact(numbers)
+        length, tokens = operand.shape[-1], compact(numbers)
         if plain and result.ndim == 3 and result.shape[-1] != length:
             here = numbers[0, 0]
             kept = here[here >= 0]
@@ -577,9 +545,9 @@ class OperatorCall:
                     return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]
             has_positions = length == 1 or not bool(self.trace.sources.is_sample(tokens).all())
             if result.shape[-1] > length and has_positions:
-                # What is computed beyond the sequence belongs to its last token until it is cut.
-                at = torch.arange(result.shape[-1], device=result.device).clamp(max=length - 1)
-                return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]
+                grown = self._by_new_place(result, found, numbers)
+                first = self.grids.longer(numbers, grown.first)
+                return [found.but(first=first, second=None, grown=grown)]
         has_places = not bool(self.trace.sources.is_sample(tokens).all())
         if is_dense and result.shape[2:] == operand.shape[2:] and has_places:
             return [found.but(first=numbers.expand(result.shape), second=None, is_raw=False)]
@@ -588,7 +556,7 @@ class OperatorCall:
     def _by_new_place(self, result: Tensor, found: Origins, numbers: Tensor) -> Origins:
         fresh = self.grids.by_place(numbers, [len(result), 1, *result.shape[2:]])
         if bool((fresh < 0).any()):
-            return self._unknown(result)
+            return self.unknown(result)
         return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
 
     # -- others ------------------------------------------------------------------------------
@@ -604,7 +572,7 @@ class OperatorCall:
             return [None] * len(self.results)
         result = self.results[0]
         numbers = self.trace.sources.whole_samples(len(result)).numbers(result.device)
-        return self._only_first(ids.but(first=numbers.expand(result.shape), second=None))
+        return self.only_first(ids.but(first=numbers.expand(result.shape), second=None))
 
     def _sorted(self) -> list[Origins | None]:
         """Entries in another order take their tokens along."""
@@ -704,10 +672,10 @@ class OperatorCall:
             arguments[2] = NOBODY  # what is added is nobody's
         made, _ = self.function(found.first.contiguous(), *arguments, **self.keywords)
         dynamic = found.is_dynamic or not self.trace.is_fixed(self.arguments[1])
-        return self._only_first(found.but(first=made, second=None, is_dynamic=dynamic))
+        return self.only_first(found.but(first=made, second=None, is_dynamic=dynamic))
 
 
-def _frequencies(call: OperatorCall) -> list[Origins | None]:
+def _frequencies(call: TokenRules) -> list[Origins | None]:
     """A Fourier transform along the features stays at its position, one along positions leaves."""
     found = call.of(call.arguments[0])
     (result,) = call.results
@@ -717,40 +685,40 @@ def _frequencies(call: OperatorCall) -> list[Origins | None]:
             found = found.moved(lambda numbers, axis=axis: numbers.narrow(axis, 0, 1))
         return [found.moved(lambda numbers: numbers.expand(result.shape))]
     text = f"{call.name}, which returns frequencies and not positions"
-    return [call._unknown(result, text)]
+    return [call.unknown(result, text)]
 
 
-_RULES: dict[str, Callable[[OperatorCall], list[Origins | None]]] = {
-    "mm": OperatorCall._product,
-    "addmm": OperatorCall._product,
-    "bmm": OperatorCall._product,
-    "baddbmm": OperatorCall._product,
-    "mv": OperatorCall._vector_product,
-    "addmv": OperatorCall._vector_product,
-    "linear": OperatorCall._linear,
-    "_trilinear": OperatorCall._bilinear,
-    "_grouped_mm": OperatorCall._grouped_product,
-    "grouped_mm_fallback": OperatorCall._grouped_product,
-    "convolution": OperatorCall._convolution,
-    "embedding": OperatorCall._embedding,
-    "_embedding_bag": OperatorCall._embedding_bag,
-    "_embedding_bag_forward_only": OperatorCall._embedding_bag,
-    "sort": OperatorCall._sorted,
-    "topk": OperatorCall._sorted,
-    "nonzero": OperatorCall._nonzero,
-    "glu": OperatorCall._halves,
-    "view_as_complex": OperatorCall._as_complex,
-    "view_as_real": OperatorCall._as_real,
-    "im2col": OperatorCall._unfolded,
-    "_pack_padded_sequence": OperatorCall._packed,
-    "_pad_packed_sequence": OperatorCall._packed,
-    "reflection_pad1d": OperatorCall._unfolded,
-    "reflection_pad2d": OperatorCall._unfolded,
-    "replication_pad1d": OperatorCall._unfolded,
-    "replication_pad2d": OperatorCall._unfolded,
+_RULES: dict[str, Callable[[TokenRules], list[Origins | None]]] = {
+    "mm": TokenRules._product,
+    "addmm": TokenRules._product,
+    "bmm": TokenRules._product,
+    "baddbmm": TokenRules._product,
+    "mv": TokenRules._vector_product,
+    "addmv": TokenRules._vector_product,
+    "linear": TokenRules._linear,
+    "_trilinear": TokenRules._bilinear,
+    "_grouped_mm": TokenRules._grouped_product,
+    "grouped_mm_fallback": TokenRules._grouped_product,
+    "convolution": TokenRules._convolution,
+    "embedding": TokenRules._embedding,
+    "_embedding_bag": TokenRules._embedding_bag,
+    "_embedding_bag_forward_only": TokenRules._embedding_bag,
+    "sort": TokenRules._sorted,
+    "topk": TokenRules._sorted,
+    "nonzero": TokenRules._nonzero,
+    "glu": TokenRules._halves,
+    "view_as_complex": TokenRules._as_complex,
+    "view_as_real": TokenRules._as_real,
+    "im2col": TokenRules._unfolded,
+    "_pack_padded_sequence": TokenRules._packed,
+    "_pad_packed_sequence": TokenRules._packed,
+    "reflection_pad1d": TokenRules._unfolded,
+    "reflection_pad2d": TokenRules._unfolded,
+    "replication_pad1d": TokenRules._unfolded,
+    "replication_pad2d": TokenRules._unfolded,
     "_fft_r2c": _frequencies,
     "_fft_c2c": _frequencies,
     "_fft_c2r": _frequencies,
-    **dict.fromkeys(_CELLS, OperatorCall._cell),
-    **dict.fromkeys(_SEQUENCES, OperatorCall._sequence),
+    **dict.fromkeys(_CELLS, TokenRules._cell),
+    **dict.fromkeys(_SEQUENCES, TokenRules._sequence),
 }

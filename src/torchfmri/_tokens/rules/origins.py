@@ -7,7 +7,7 @@ operation sums one of them away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, unique
-from torchfmri._tokens.rules.recurrences import REASON, Chain, StepUse, TwoPositions
+from torchfmri._tokens.rules.second_walks import SecondWalk
+from torchfmri._tokens.rules.step_uses import REASON, Chain, StepUse, TwoPositions
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +37,15 @@ class Origins:
         chain: The latest uses of each parameter on the way here, and `seen`, the tokens of a sample
             that were taken in: what a recurrence looks like from inside.
         pair: The two positions that were taken in, where these are all.
+        walk: The positions that a state has met again.
+        history: The steps of which a sequence was put together, by the token of their first row.
+        ended: The same where the recurrence is over, and its rows are data for another one.
+        grown: Of what a convolution made longer: the same on a grid of its own.
         use: The use of parameters that this is the result of.
         born: When one position was selected, as a number of operations.
         is_slice: Made of one position of each row, as x[:, t] is.
         is_sample: Made of one entry of the first axis, as x[t] is: a sample, or a step.
+        has_begun: Joined with constants that have a row for each sample: a state to begin with.
         landed: Of what a layer made of constants: the data over which it was spread.
     """
 
@@ -55,8 +61,13 @@ class Origins:
     is_doubtful: bool = False
     is_slice: bool = False
     is_sample: bool = False
+    has_begun: bool = False
     landed: Origins | None = None
     pair: TwoPositions | None = None
+    walk: SecondWalk | None = None
+    history: Mapping[int, Origins] = field(default_factory=dict)
+    ended: Mapping[int, Origins] = field(default_factory=dict)
+    grown: Origins | None = None
     use: StepUse | None = None
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:
@@ -81,6 +92,11 @@ class Origins:
             return self
         first = torch.where(self.first == self.second, self.first, SEVERAL)
         return self.but(first=first, second=None, is_decided=True)
+
+    def continued(self, step: Origins) -> Origins:
+        """These origins with the past of a step, of which they are the row."""
+        return self.but(chain=step.chain, seen=step.seen, born=step.born, has_begun=step.has_begun,
+                        pair=step.pair, walk=step.walk)  # fmt: skip
 
     def placed(self, use: StepUse) -> Origins:
         """The origins of a use of a recurrence, at the step to which it belongs."""

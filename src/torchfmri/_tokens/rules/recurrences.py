@@ -13,104 +13,15 @@ So uses are collected while a pass is followed, and placed when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
+from torchfmri._tokens.rules.second_walks import SecondWalks
 from torchfmri._tokens.rules.sources import Sources, TokenSource
-
-REASON = "the steps of a recurrence that does not tell whether it uses them before or after"
-
-# The latest uses of each parameter on the way to a tensor, by name.
-Chain = Mapping[str, "tuple[StepUse, ...]"]
-
-
-@dataclass(slots=True, eq=False)
-class TwoPositions:
-    """Two positions that were joined without any step before: which of them came first?
-
-    It was told from the order in which they were selected. If a third position continues in the
-    same direction, this was the beginning of a recurrence. Otherwise nothing is known.
-
-    Attributes:
-        shift: How far apart they are.
-        is_step: This was the beginning of a recurrence.
-        is_all: There are no other positions, so this may be a whole recurrence.
-    """
-
-    shift: int
-    is_step: bool = False
-    is_all: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this may be a whole recurrence, in either direction, or none."""
-        return self.is_all and not self.is_step
-
-
-@dataclass(slots=True, eq=False)
-class StepUse:
-    """One use of parameters whose result has one position per sample.
-
-    Attributes:
-        own: The token of each entry of the result.
-        leaves: The parameters.
-        is_first: It takes in what the parameters make of constants: a state to begin with.
-        has_begun: This use, or one before it, is such a first one.
-        is_fresh: No step was taken on the way to it.
-        pair: The two positions of which it was computed, where these are all.
-        past: The latest uses of all parameters that led to it.
-        before: Those of the same parameters.
-        after: The uses of the same parameters to which it leads.
-        is_direct: One of those is at the same position: no step lies between.
-        follows_step: A step lies between it and one of `before`.
-        shift: How far away the step is that takes it in, for each row, (n,).
-        joined: The two positions that were joined next, where no step was taken on the way.
-        through: Uses at that step which do not belong there themselves, but to the next one.
-        is_fixed: It was made of the position that a step took in, and belongs there.
-        is_new: In the first step that it takes part in, it is part of what is new.
-        is_passed: A further step followed the one that took it in.
-        is_again: Before a step took it in, it met a position that it had taken in already.
-        is_on_state: It is a use on a state; None where that cannot be told.
-        is_lost: Nothing tells whose it is: it was joined with a state of another position, or has
-            several rows of one token, of which each was added to another position.
-        place: The token of each entry in the end.
-    """
-
-    own: Tensor
-    leaves: frozenset[str] = frozenset()
-    is_first: bool = False
-    has_begun: bool = False
-    is_fresh: bool = True
-    pair: TwoPositions | None = None
-    past: tuple[StepUse, ...] = ()
-    before: tuple[StepUse, ...] = ()
-    after: list[StepUse] = field(default_factory=list)
-    is_direct: bool = False
-    follows_step: bool = False
-    shift: Tensor | None = None
-    joined: TwoPositions | None = None
-    through: tuple[StepUse, ...] = ()
-    is_fixed: bool = False
-    is_new: bool = False
-    is_passed: bool = False
-    is_again: bool = False
-    is_on_state: bool | None = False
-    is_lost: bool = False
-    place: Tensor | None = None
-
-    @property
-    def begins(self) -> bool:
-        """Whether it makes the state that the next use reads out of constants."""
-        return self.is_first and self.is_direct
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether it belongs to another step than the one whose state it reads."""
-        return self.place is not None and self.place is not self.own
+from torchfmri._tokens.rules.step_uses import Chain, StepUse, TwoPositions
 
 
 class Recurrences:
@@ -121,17 +32,21 @@ class Recurrences:
 
     Attributes:
         uses: By parameter, in order.
+        walks: The positions that states have met again.
     """
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._all: list[StepUse] = []
+        self.walks = SecondWalks()
         self.uses: dict[str, list[StepUse]] = {}
 
     def add(self, use: StepUse, chain: Chain) -> None:
         """Note a use of parameters; `chain` holds those that led to it."""
         use.past = tuple(dict.fromkeys(each for uses in chain.values() for each in uses))
-        use.before = tuple(each for each in use.past if not use.leaves.isdisjoint(each.leaves))
+        # A parameter that makes the first state is on the way to all, with the layer used on it.
+        latest = [each for leaf in sorted(use.leaves) for each in chain.get(leaf, ())]
+        use.before = tuple(dict.fromkeys(latest))
         use.is_first = use.is_first and not use.before
         use.has_begun = use.is_first or any(each.has_begun for each in use.before)
         for each in use.before:
@@ -142,8 +57,6 @@ class Recurrences:
             each.after.append(use)
             each.is_direct |= is_same
             use.follows_step |= not is_same
-        if use.pair is not None and use.follows_step:  # the same layer before it and after it
-            use.pair.is_step |= use.pair.is_all
         self._all.append(use)
         for leaf in use.leaves:
             self.uses.setdefault(leaf, []).append(use)
@@ -185,6 +98,11 @@ class Recurrences:
             elif is_fresh:
                 each.is_passed |= bool(rows_of(each.own)[0] + each.shift[0] != rows[0])
 
+    def lose(self, *several: Chain) -> None:
+        """Note that nothing tells whose the step is that takes in these uses."""
+        for each in (each for chain in several for uses in chain.values() for each in uses):
+            each.is_lost |= each.shift is None and not each.is_fixed
+
     def spread(self, chain: Chain) -> None:
         """Note that a state is added to several positions.
 
@@ -193,11 +111,19 @@ class Recurrences:
         for each in (each for uses in chain.values() for each in uses):
             rows = each.own.shape[:-1].numel()
             each.is_lost |= each.shift is None and rows > len(unique(compact(each.own)))
+        self.leave(chain)
+
+    def leave(self, chain: Chain) -> None:
+        """Note that a state meets a whole sequence, from which it may come back."""
+        for each in (each for uses in chain.values() for each in uses):
+            each.is_spread |= each.shift is None
 
     # -- placing -----------------------------------------------------------------------------
 
     def place(self) -> None:
         """Find out where each use belongs."""
+        for each in self._all:
+            each.is_lost |= self.walks.is_second(each.walk)
         connected, is_open = self._connected(), []
         roles: dict[str, set[bool | None]] = {}
         for several in connected:
@@ -213,9 +139,40 @@ class Recurrences:
                 if not recurs and self._is_open(each):
                     is_open.append(each)
         for each in is_open:
+            if any(_follows(other, each) or _follows(each, other) for other in is_open):
+                each.is_on_state = None  # a recurrence whose states were read out of a sequence
+                continue
             self._decide(each, {role for leaf in each.leaves for role in roles.get(leaf, ())})
         for several in connected:
             _place(several)
+        for several in self.uses.values():
+            _check_start(several)
+        for each in self._all:
+            _check_order(each)
+            # What is made of a refused step may be another one, and not of the whole sample.
+            is_sample = bool(self._sources.is_sample(rows_of(each.own)[0]))
+            if is_sample and any(_is_refused(earlier) for earlier in each.past):
+                each.place = torch.full_like(each.own, SEVERAL)
+        self._check_turns()
+
+    def _check_turns(self) -> None:
+        """Refuse layers that follow each other in one order in some steps, in the other in others.
+
+        Such layers take turns: each belongs to every second step.
+        """
+        rows: dict[tuple[frozenset[str], frozenset[str]], dict[int, list[StepUse]]] = {}
+        for use in self._all:
+            row = int(rows_of(use.own)[0])
+            for earlier in use.past:
+                if use.leaves != earlier.leaves and int(rows_of(earlier.own)[0]) == row:
+                    found = rows.setdefault((earlier.leaves, use.leaves), {})
+                    found.setdefault(row, []).extend((earlier, use))
+        for (one, other), found in rows.items():
+            back = rows.get((other, one), {})
+            if back and found.keys().isdisjoint(back):
+                for each in (use for several in found.values() for use in several):
+                    if each.is_on_state:
+                        each.place = torch.full_like(each.own, SEVERAL)
 
     def _is_open(self, use: StepUse) -> bool:
         """Whether a step takes in a use that is not repeated: nothing tells whose it is."""
@@ -289,38 +246,99 @@ class Recurrences:
         return found[0] if found else None
 
 
-def _place(several: Sequence[StepUse]) -> None:
-    """Place uses: those on a state at the step that takes it in.
+def _follows(one: StepUse, other: StepUse) -> bool:
+    """Whether the step that takes in a use is at the state of another of the same parameters."""
+    rows, others = rows_of(one.own), rows_of(other.own)
+    if one is other or one.leaves != other.leaves or one.shift is None:
+        return False
+    return rows.shape == others.shape and bool((rows + one.shift == others).all())
 
-    Several uses in a row belong to the same step, w(w(h)) + x[:, t], as many as there are in the
-    other steps: the first state may have been made by one more.
-    """
-    most = min((_uses_in_a_row(each) for each in several if each.follows_step), default=1)
+
+def _place(several: Sequence[StepUse]) -> None:
+    """Place uses: those on a state at the step that takes it in."""
+    count = _uses_before_a_step(several)
+    is_lost = count is None or any(each.is_again and each.is_direct for each in several)
     for each in several:
-        last = each
-        for _ in range(most - 1):
-            last = next((use for use in last.after if not use.follows_step), last)
-        is_moved = each.is_on_state and last.shift is not None and not last.is_direct
+        last = _row_of(each, count or 1)[-1]
+        is_moved = bool(count) and last.shift is not None and not last.is_direct
         is_moved = is_moved and not (each.is_fixed or each.is_first)
-        if (
-            each.is_lost
-            or each.is_on_state is None
-            or any(e.is_again and e.is_direct for e in several)
-        ):
+        is_told = each.is_on_state is not None and not (is_moved and each.is_met)
+        is_told &= not (count and each.is_spread and each.shift is None)
+        if is_lost or each.is_lost or not is_told:
             each.place = torch.full_like(each.own, SEVERAL)
         else:
             each.place = _moved(each, last) if is_moved else each.own
 
 
-def _uses_in_a_row(use: StepUse) -> int:
-    """How many uses follow each other without a step, from this one on."""
-    count, waiting = 1, use
-    while waiting.is_direct:
-        following = next((each for each in waiting.after if not each.follows_step), None)
+def _check_start(several: Sequence[StepUse]) -> None:
+    """Refuse a parameter that makes the state to begin with, and is read at that one alone.
+
+    The state may have been read twice in the first step, or in the first two.
+    """
+    rows = {int(rows_of(each.own)[0]) for each in several}
+    if len(rows) == 1 and all(each.is_start for each in several):
+        for each in several:
+            if each.is_moved:
+                each.place = torch.full_like(each.own, SEVERAL)
+
+
+def _is_refused(use: StepUse) -> bool:
+    """Whether nothing tells where a use belongs."""
+    return use.place is not None and bool((compact(use.place) == SEVERAL).any())
+
+
+def _check_order(use: StepUse) -> None:
+    """Refuse a use that is placed before another one that led to it.
+
+    Both are made of the same state, one belongs to it and the earlier one to the next step: layers
+    that take turns look like this.
+    """
+    for earlier in use.past:
+        rows, others = rows_of(earlier.own), rows_of(use.own)
+        is_same = rows.shape == others.shape and bool((rows == others).all())
+        if is_same and not _is_refused(earlier) and earlier.is_moved and not use.is_moved:
+            for each in (earlier, use):
+                each.place = torch.full_like(each.own, SEVERAL)
+
+
+def _uses_before_a_step(several: Sequence[StepUse]) -> int | None:
+    """How many uses of a row that a step takes in belong to that step, w(w(h)) + x[:, t].
+
+    Between two steps stand the uses after the one, as many as after the last step, and those before
+    the other. None if rows differ, so that nothing tells how many these are.
+    """
+    between, after, first = set[int](), set[int](), set[int]()
+    has_begun = any(each.begins for each in several)
+    for each in several:
+        if each.is_fixed or (each.before and not each.follows_step):
+            continue
+        row = _row_of(each)
+        if row[-1].shift is None or row[-1].is_fixed:
+            after.add(len(row))
+        elif each.follows_step:
+            between.add(len(row))
+        else:  # the state to begin with may have been made by one more
+            first.add(len(row) - each.begins)
+    is_on_state = any(each.is_on_state for each in several)
+    if max(between | after | first, default=1) == 1:
+        return int(is_on_state)
+    if not (between or has_begun):
+        return None if is_on_state else 0
+    if len(between) > 1 or len(after) > 1:
+        return None
+    before = max(between or first, default=0) - max(after, default=0)
+    return before if before >= 0 else None
+
+
+def _row_of(use: StepUse, most: int | None = None) -> list[StepUse]:
+    """The uses that follow each other without a step, from this one on, `most` of them."""
+    row = [use]
+    while row[-1].is_direct and (most is None or len(row) < most):
+        following = next((each for each in row[-1].after if not each.follows_step), None)
         if following is None:
             break
-        count, waiting = count + 1, following
-    return count
+        row.append(following)
+    return row
 
 
 def _moved(use: StepUse, last: StepUse) -> Tensor:
@@ -339,21 +357,3 @@ def _moved(use: StepUse, last: StepUse) -> Tensor:
         return torch.full_like(own, SEVERAL)
     shift = shift.view(-1, *[1] * (own.ndim - 1)) if own.ndim else shift[0]
     return torch.where(own >= 0, own + shift, own)
-
-
-def united(one: Chain, other: Chain) -> Chain:
-    """The latest uses of parameters on the ways to two operands."""
-    if not one or not other:
-        return one or other
-    found: dict[str, tuple[StepUse, ...]] = dict(one)
-    for leaf, uses in other.items():
-        both = dict.fromkeys((*found.get(leaf, ()), *uses))
-        earlier = {before for each in both for before in each.before}
-        found[leaf] = tuple(each for each in both if each not in earlier)
-    return found
-
-
-def without_fixed(chain: Chain) -> Chain:
-    """The uses that may still be those of a state."""
-    kept = {leaf: tuple(e for e in uses if not e.is_fixed) for leaf, uses in chain.items()}
-    return {leaf: uses for leaf, uses in kept.items() if uses}

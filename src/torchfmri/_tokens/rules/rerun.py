@@ -27,9 +27,9 @@ from torchfmri._tokens.rules.numbers import NOBODY, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.positions import position_terms
 from torchfmri._tokens.rules.record import Axis, UsePart, sums_to
-from torchfmri._tokens.rules.recurrences import REASON, StepUse
 from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_input, recurrent_terms
 from torchfmri._tokens.rules.sources import Sources, TokenSource
+from torchfmri._tokens.rules.step_uses import REASON, StepUse
 from torchfmri._tokens.rules.trace import TokenTrace
 from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
 from torchfmri._tokens.rules.uses import (

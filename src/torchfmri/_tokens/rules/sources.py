@@ -94,6 +94,7 @@ class TokenSource:
         is_given: Whether it is an argument of the model.
         members: For tokens that others were merged into: by number, the token that it is part of.
         made_of: What it was made of, where that is known.
+        before: For the rows of a convolution that made a sequence longer: the tokens of it, (b, s).
         same_as: The source whose tokens these are, found out later.
         layout: What layers say about the layout of the argument; None where there is no question.
     """
@@ -105,6 +106,7 @@ class TokenSource:
     is_given: bool = False
     members: Tensor | None = None
     made_of: MadeOf | None = None
+    before: Tensor | None = None
     same_as: TokenSource | None = None
     layout: Layout | None = None
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.joins import Joins
 from torchfmri._tokens.rules.layouts import Layouts
-from torchfmri._tokens.rules.numbers import NOBODY, compact, is_constant_along
+from torchfmri._tokens.rules.numbers import NOBODY, compact, equal, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.recurrences import united
 from torchfmri._tokens.rules.sources import Sources
+from torchfmri._tokens.rules.step_uses import united
 
 
 class Sums:
@@ -64,12 +64,12 @@ class Sums:
         chain = united(rows.chain, columns.chain)
         if bool((a == b).all()):
             open_question = rows.second is not None and not rows.is_decided
-            decides = open_question and self._joins.equal(rows.first, columns.first)
+            decides = open_question and equal(rows.first, columns.first)
             kept = columns if decides else rows
             return kept.but(first=a.expand(shape), is_dynamic=dynamic, chain=chain)
         if rows.second is not None and not rows.is_decided:
             return rows.but(is_dynamic=dynamic, chain=chain)
-        if columns.first.shape[-1] == 1 and self._joins.are_steps(rows, columns):
+        if columns.first.shape[-1] == 1 and self._joins.steps.are_steps(rows, columns):
             # No queries and keys, but a state and the vector of another step.
             return self._joins.join([rows, columns], shape, name)
         # Scores belong to their queries. Between samples there are no queries and keys.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ from torchfmri._tokens.rules.numbers import (
     compact,
     constant,
     is_constant_along,
+    rows_of,
 )
-from torchfmri._tokens.rules.operations import NEW, OperatorCall
+from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import written
-from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
+from torchfmri._tokens.rules.recurrences import Recurrences
 from torchfmri._tokens.rules.sources import Sources, TokenSource
+from torchfmri._tokens.rules.step_uses import StepUse
+from torchfmri._tokens.rules.steps import Steps
 from torchfmri._tokens.rules.sums import Sums
 from torchfmri._tokens.rules.way import step
 from torchfmri._torch import FollowingMode
@@ -55,7 +59,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self.recurrences = Recurrences(self.sources)
         self.grids = Grids(self.sources)
         self.layouts = Layouts(self.sources, self.grids)
-        self.joins = Joins(self.sources, self.grids, self.recurrences)
+        self.steps = Steps(self.sources, self.grids, self.recurrences)
+        self.joins = Joins(self.sources, self.grids, self.steps)
         self.sums = Sums(self.sources, self.grids, self.layouts, self.joins)
         self._origins: dict[int, Origins] = {}
         self._leaves: dict[int, frozenset[str]] = {}
@@ -281,14 +286,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                     self._note_derived("" if keywords else name, operands, each, leaves)
                     self.note_state(name, operands, each)
             return
-        call = OperatorCall(
-            trace=self,
-            function=function,
-            name=name,
-            arguments=arguments,
-            keywords=keywords,
-            results=results,
-        )
+        named = {"function": function, "name": name, "arguments": arguments, "keywords": keywords}
+        call = TokenRules(trace=self, results=results, **named)
         for each, found in zip(results, call.origins(), strict=True):
             if found is None:
                 continue
@@ -296,15 +295,46 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
                     found = found.but()
-                    if self.joins.is_step(found):  # maybe of a recurrence
+                    if self.steps.is_step(found):  # maybe of a recurrence
                         self._note_use(found, leaves, operands, torch.Tag.pointwise in tags)
                 self._land(operands, found)
-            if (found.chain or found.seen) and not self.joins.is_step(found):
-                found = found.but(chain={}, seen=frozenset(), pair=None)  # a recurrence is over
-            self.set(each, found)
+            several = []  # what is computed of several rows is none of them
+            if name in MOVES or name in WRITES:
+                several = [e for e in map(self.origins, operands) if e is not None]
+            self.set(each, self._over(self._with_history(found, several), is_moved=bool(several)))
         self._follow_mask(name, arguments, operands, results)
         if results and results[0] is arguments[0] and function._schema.is_mutable:
             self._write_to_base(arguments[0])
+
+    def _over(self, found: Origins, is_moved: bool) -> Origins:
+        """These origins; what is no step has left its recurrence."""
+        if not (found.chain or found.seen) or self.steps.is_step(found):
+            return found
+        if not is_moved:  # scores of a state and of all others may come back to it
+            self.recurrences.leave(found.chain)
+        return found.but(chain={}, seen=frozenset(), pair=None, walk=None)
+
+    def _with_history(self, found: Origins, several: Sequence[Origins]) -> Origins:
+        """What is put together of steps remembers them; a row of it is the step again.
+
+        Where all positions are there, the recurrence is over, and each row is data for another one.
+        """
+        history = {row: step for each in several for row, step in each.history.items()}
+        if self.steps.is_step(found):
+            step = history.get(int(rows_of(found.first)[0])) if history else None
+            found = replace(found, history={}) if found.history else found  # it may be a use
+            return found if step is None else found.continued(step)
+        for each in several:
+            if (each.chain or each.seen) and not each.history and self.steps.is_step(each):
+                history[int(rows_of(each.first)[0])] = each
+        if not (history or found.history):
+            return found
+        history = history or {**found.history}
+        if not self.grids.has_all(found.first):
+            return found.but(history=history)
+        for each in several:
+            history |= each.ended  # what was taken in first stays taken in
+        return found.but(history={}, ended=history)
 
     def _follow_mask(
         self, name: str, arguments: Any, operands: Sequence[Tensor], results: Sequence[Tensor]
@@ -330,8 +360,10 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             own=found.first,
             leaves=leaves,
             is_first=computed and is_pointwise,
+            is_start=computed and is_pointwise,
             is_fresh=is_fresh,
             pair=found.pair,
+            walk=found.walk,
         )
         self.recurrences.add(use, found.chain)
         found.use = use
@@ -371,6 +403,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         for each in operands:
             for cell in self._floating.pop(id(each), ()):
                 shape, rows = cell.first.shape, found.first.shape
+                if cell.chain:  # read again: it belongs to the step that read it first
+                    continue
                 if shape[:-1] == rows[:-1] and is_constant_along(found.first, -1):
                     cell.first = found.first.narrow(-1, 0, 1).expand(shape)
                     cell.chain, cell.seen, cell.born = found.chain, found.seen, found.born
@@ -399,11 +433,13 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.told().first)
         place = window(first, base, tensor)
-        place.copy_(written(found, first, place.clone(), found.first))
+        place.copy_(written(found, first, place.clone(), found.first, self.sources))
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
-        filled = self.grids.filled(first)
+        filled = None if self.steps.is_one_step(found) else self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)
-        self.set(base, found.but(first=first, second=None, is_dynamic=dynamic))
+        made = found.but(first=first, second=None, is_dynamic=dynamic)
+        several = [found] if old is None else [old, found]
+        self.set(base, self._with_history(made, several))
         self._written.add(id(base))
 
 

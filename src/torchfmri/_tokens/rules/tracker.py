@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torchfmri._tokens.rules.moves import BY_IDS, MOVES, moved_like, name_of, tensors_in
+from torchfmri._tokens.rules.numbers import NOBODY, compact
 from torchfmri._tokens.rules.operations import NEW
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.sources import Sources
@@ -124,7 +125,7 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
         for tensor, origins in inputs:
             self._kept.append(tensor)
             if origins is not None:  # uses of the pass in which it was called are not ours
-                self.set(tensor, origins.but(chain={}, pair=None))
+                self.set(tensor, origins.but(chain={}, pair=None, walk=None))
 
     def leaves(self, tensor: Tensor) -> frozenset[str]:
         """The parameters of which a tensor was computed, where it depends on nothing else."""
@@ -301,6 +302,8 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
             found = self._derived.get(id(each))
             if found is not None:
                 found.origins = origins.like(origins.first.narrow(axis, start, length))
+                if bool((compact(found.origins.first) == NOBODY).all()):
+                    self.unknown.update(dict.fromkeys(found.leaves, name))
                 self._use_directly(found)
             start += length
 

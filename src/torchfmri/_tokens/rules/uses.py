@@ -82,7 +82,7 @@ def told_numbers(origins: Origins | None, g: Tensor, operation: str, sources: So
         layouts = [each.layout for each in sources.present(origins.first)]
         if any(each is not None and each.is_unclear for each in layouts):
             raise UnclearLayoutError
-        if all(each is not None and each.is_second for each in layouts):
+        if layouts and all(each is not None and each.is_second for each in layouts):
             return origins.second
     small = compact(origins.first)
     if bool((small < NOBODY).any()):

@@ -11,14 +11,3 @@ from torchfmri.routing.experiment.many_runs import Experiment
 from torchfmri.routing.experiment.report import table, to_data
 from torchfmri.routing.experiment.training_run import RunPlan
 from torchfmri.routing.experiment.variants import VARIANTS
-
-__all__ = [
-    "VARIANTS",
-    "Experiment",
-    "GridPuzzles",
-    "RunPlan",
-    "table",
-    "to_data",
-    "write_figures",
-    "write_puzzles",
-]

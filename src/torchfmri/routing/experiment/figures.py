@@ -1,4 +1,8 @@
-"""The figures of an experiment, from the results of its runs."""
+"""Draw the figures of an experiment from the results of its runs.
+
+`torchfmri routing` calls `write_figures` after the last run. Results are plain data read from the
+files of the runs, so figures can be drawn again without training.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,23 @@ from torchfmri.visualization import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 def write_figures(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draw everything into a folder, and return the files."""
-    return list(save(draw_figures(results), folder))
+    return save(draw_figures(results), folder)
 
 
-def draw_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    """Name -> figure: activation over training, trade-offs, prototypes and units."""
+def draw_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure | Axes]:
+    """Return name -> figure: activation over training, trade-offs, prototypes and units."""
     runs = by_variant(results)
     histories = {
         name: [history_from_data(each["history"]) for each in several]
         for name, several in runs.items()
     }
-    figures = {"activation": plot_activation(histories)}
+    figures: dict[str, Figure | Axes] = {"activation": plot_activation(histories)}
     for measure, label in (
         ("longest", "accuracy, longest"),
         ("relative_selectivity", "relative selectivity"),
@@ -43,17 +48,10 @@ def draw_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
             name: [(each["activation"], value_of(each, measure)) for each in several]
             for name, several in runs.items()
         }
-        figures[f"tradeoff_{measure}"] = _figure_of(
-            plot_tradeoff(points, labels=("active units", label))
-        )
+        figures[f"tradeoff_{measure}"] = plot_tradeoff(points, labels=("active units", label))
     for name, several in runs.items():
         first = several[0]
         maps = [PrototypeMap(**each) for each in first["prototypes"]]
         figures[f"prototypes_{name}"] = plot_prototypes(maps, name)
-        figures[f"units_{name}"] = _figure_of(plot_selectivity(first["rates"], first["tasks"]))
+        figures[f"units_{name}"] = plot_selectivity(first["rates"], first["tasks"])
     return figures
-
-
-def _figure_of(ax: Any) -> Figure:
-    figure: Figure = ax.figure
-    return figure

@@ -2,7 +2,8 @@
 
 A task is a file {"train": [{"input": grid, "output": grid}, ...], "test": [...]}, a grid a list of
 rows of colours 0 to 9. A puzzle becomes one sequence: demonstrations, then a question and its
-answer, which is what is learned.
+answer, which is what is learned. `RunPlan.tasks` makes a `GridPuzzles` for `--puzzles`. The pairs
+of "test" must never be learned from.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Puzzle(NamedTuple):
     question: tuple[Grid, Grid]
 
     def tokens(self) -> tuple[list[int], int]:
-        """The sequence, and where its answer begins."""
+        """Return the sequence, and where its answer begins."""
         ids: list[int] = []
         for before, after in self.demonstrations:
             ids += [*_rows(before), ARROW, *_rows(after), END]
@@ -82,7 +83,7 @@ class GridPuzzles:
 
     @classmethod
     def read(cls, folder: Path, max_tokens: int = 256) -> GridPuzzles:
-        """The tasks of all .json files in a folder.
+        """Return the tasks of all .json files in a folder.
 
         Raises:
             InspectionError: There is none, or a file is none of ARC's.
@@ -110,11 +111,11 @@ class GridPuzzles:
         return cls(names, learned, judged, skipped)
 
     def train(self, size: int, generator: torch.Generator) -> Batch:
-        """Puzzles drawn at random, their colours exchanged."""
+        """Return puzzles drawn at random, their colours exchanged."""
         return _drawn(self.train_puzzles, size, generator)
 
     def test(self, group: str, size: int, generator: torch.Generator) -> Batch:
-        """Puzzles drawn from the pairs that are never learned from, their colours exchanged."""
+        """Return puzzles drawn from pairs that are never learned from, their colours exchanged."""
         return _drawn(self.test_puzzles, size, generator)
 
 
@@ -125,7 +126,7 @@ def write_puzzles(folder: Path, count: int = 64, size: int = 3, seed: int = 0) -
         folder: Made if it is not there.
         count: How many tasks, the rules in turn.
         size: Rows and columns of a grid.
-        seed: Of the colours.
+        seed: The seed of the colours.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)

@@ -1,4 +1,10 @@
-"""Many runs: several variants, several seeds, several processes, and none of them twice."""
+"""Run an experiment: several variants, several seeds, several processes, and none of them twice.
+
+`torchfmri routing` makes an `Experiment`. Each run writes its own result file, so an experiment
+that was interrupted goes on where it was. Runs are ordered seed by seed: an unfinished experiment
+then has all variants to compare. Every process has one thread, so that results do not depend on
+`workers`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,7 @@ _counters: Any = None
 
 @dataclass(frozen=True)
 class Experiment:
-    """Which runs, where.
+    """The runs of an experiment, and where they are kept.
 
     Attributes:
         plan: What all runs have in common; its variant and seed are replaced.
@@ -68,7 +74,7 @@ class Experiment:
         ]
 
     def run(self) -> list[dict[str, Any]]:
-        """The results of all runs, in the order of `plans`; finished ones are read, not run."""
+        """Return the results of all runs, in the order of `plans`; finished runs are only read."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.workers == 1:
             return self._run_here()
@@ -107,7 +113,7 @@ class Experiment:
 
 
 class _Shown:
-    """How much of all runs the progress bar has been told of."""
+    """The progress of all runs, as far as the bar shows it."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
         self._progress, self._ticks = progress, [0] * runs

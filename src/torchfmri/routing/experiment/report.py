@@ -1,4 +1,9 @@
-"""The results of an experiment: mean and spread over seeds, as data and as a table."""
+"""Summarise the results of an experiment: mean and spread over seeds, as data and as a table.
+
+`torchfmri routing` prints `table`, and `--json` prints `to_data`, whose keys are public. A new
+measure is an entry of `MEASURES`, a number in the result of a run (`training_run.judge_routing`),
+and a note.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,7 @@ class MeanOverSeeds(NamedTuple):
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The finished runs in a folder.
+    """Return the finished runs in a folder.
 
     Raises:
         InspectionError: There are none.
@@ -63,7 +68,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def by_variant(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Variant -> its runs by seed, in the order of `VARIANTS`."""
+    """Return variant -> its runs by seed, in the order of `VARIANTS`."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for name in VARIANTS:
         runs = [each for each in results if each["plan"]["variant"] == name]
@@ -73,7 +78,7 @@ def by_variant(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[s
 
 
 def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, MeanOverSeeds]]:
-    """Variant -> measure -> mean and spread over seeds; activation also by block."""
+    """Return variant -> measure -> mean and spread over seeds; activation also by block."""
     summary: dict[str, dict[str, MeanOverSeeds]] = {}
     for name, runs in by_variant(results).items():
         values = {measure: [value_of(each, measure) for each in runs] for measure in MEASURES}
@@ -84,21 +89,16 @@ def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, MeanO
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Grid:
-    """The summary for a terminal."""
+    """Return the summary for a terminal."""
     summary = summarise(results)
     names = list(summary)
     columns = [
-        Column(heading, [str(summary[name][measure]) for name in names], 20 - position)
-        for position, (measure, heading) in enumerate(MEASURES.items())
-    ]
-    blocks = [measure for measure in summary[names[0]] if measure.startswith("block_")]
-    columns += [
         Column(
-            f"block {measure.removeprefix('block_')}",
+            MEASURES.get(measure) or measure.replace("_", " "),
             [str(summary[name][measure]) for name in names],
-            1,
+            20 - position if measure in MEASURES else 1,
         )
-        for measure in blocks
+        for position, measure in enumerate(summary[names[0]])
     ]
     plan = results[0]["plan"]
     seeds = max(len(runs) for runs in by_variant(results).values())
@@ -110,7 +110,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def to_data(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The summary and the runs' numbers, for --json."""
+    """Return the summary and the runs' numbers, for --json."""
     summary = {
         name: {measure: each._asdict() for measure, each in measures.items()}
         for name, measures in summarise(results).items()
@@ -121,7 +121,7 @@ def to_data(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def value_of(run: Mapping[str, Any], measure: str) -> float:
-    """One measure of a run; "longest" is the accuracy on its last group."""
+    """Return one measure of a run; "longest" is the accuracy on its last group."""
     if measure != "longest":
         return float(run[measure])
     groups = [key for key in run["accuracy_by"] if key != "tasks"]

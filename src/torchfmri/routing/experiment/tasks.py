@@ -1,4 +1,9 @@
-"""Sequence tasks behind a task token: copy, reverse, increment, sort."""
+"""Sequence tasks behind a task token: copy, reverse, increment, sort.
+
+`TrainingRun` draws its batches from these, or from anything else that fits the protocol `Tasks`, as
+`GridPuzzles` does. A batch depends on its generator alone, so a run that was interrupted goes on
+with the data it would have seen.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ class Batch(NamedTuple):
         ids: (b, s).
         labels: (b, s), -100 where nothing is to be predicted.
         tasks: (b,), the number of each sample's task.
-        mask: (b, s), 0 where a position is padding; None where there is none.
+        mask: (b, s), 0 where a position is padding; None if there is none.
     """
 
     ids: Tensor
@@ -38,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Tasks(Protocol):
-    """Where batches come from."""
+    """A source of batches."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -46,17 +51,17 @@ class Tasks(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids."""
+        """The number of token ids."""
 
     @property
     def groups(self) -> Sequence[str]:
-        """What is judged apart, the hardest last."""
+        """The groups that are judged separately, the hardest last."""
 
     def train(self, size: int, generator: torch.Generator) -> Batch:
-        """A batch to learn from."""
+        """Return a batch to learn from."""
 
     def test(self, group: str, size: int, generator: torch.Generator) -> Batch:
-        """A batch to be judged by; groups are lengths, or what else is judged apart."""
+        """Return a batch to be judged by; groups are lengths, or what else is judged apart."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,12 @@ class SequenceTasks:
         return tuple(f"length {length}" for length in self.lengths)
 
     def train(self, size: int, generator: torch.Generator) -> Batch:
-        """A batch of one length, with a task for each sample."""
+        """Return a batch of one length, with a task for each sample."""
         at = int(torch.randint(len(self.lengths), (), generator=generator))
         return self._make(size, self.lengths[at], generator)
 
     def test(self, group: str, size: int, generator: torch.Generator) -> Batch:
-        """A batch of that length."""
+        """Return a batch of that length."""
         return self._make(size, self.lengths[self.groups.index(group)], generator)
 
     def _make(self, size: int, length: int, generator: torch.Generator) -> Batch:

@@ -1,4 +1,11 @@
-"""One training run of the experiment: train, keep checkpoints, judge."""
+"""One training run of the experiment: train, keep checkpoints, judge.
+
+`Experiment` starts these, also in other processes. A run can be killed at any moment: it goes on
+from its last checkpoint, and a finished one is read from its result file. Both files hold the whole
+`RunPlan`, and a file of another plan is not used. Fields of `RunPlan` are part of these files; a
+new one makes older results count as another plan's. Everything random is drawn from the seed and
+the step.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +55,13 @@ class RunPlan:
 
     Attributes:
         variant: A key of `VARIANTS`.
-        seed: Of parameters and data.
+        seed: The seed of parameters and data.
         steps: How many training steps.
         batch: Sequences per step.
         hidden_size: Size of the residual stream.
         blocks: How many blocks.
         heads: How many heads.
-        lengths: Of the sequence tasks.
+        lengths: Lengths of the sequence tasks.
         puzzles: A folder of ARC tasks to learn instead; "" for the sequence tasks.
         learning_rate: Of everything but the routing.
         meta_learning_rate: Of the routing.
@@ -121,7 +128,7 @@ class TrainingRun:
         self._seconds = 0.0
 
     def run(self, report: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
-        """The result, read from its file where the run is finished already.
+        """Return the result, read from its file where the run is finished already.
 
         Args:
             report: Called with the number of steps done.
@@ -171,7 +178,7 @@ class TrainingRun:
             torch.save(state, new)
 
     def _resume(self) -> int:
-        """The step to go on with."""
+        """Load the checkpoint, if there is one, and return the step to go on with."""
         if not self._checkpoint.exists():
             return 0
         size_of(self._checkpoint)  # a pipe would be waited for
@@ -199,7 +206,7 @@ class TrainingRun:
 
     @torch.no_grad()
     def _test(self, size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Unit rates by layer, and accuracy by group, on data that is the same for every run."""
+        """Return unit rates by layer and accuracy by group, on the same data for every run."""
         counter = UnitRates(self._model, len(self._tasks.names))
         accuracy: dict[str, Any] = {}
         right_by_task = torch.zeros(2, len(self._tasks.names), dtype=torch.float64)
@@ -245,7 +252,7 @@ class TrainingRun:
 
 
 def judge_routing(rates: Mapping[str, Tensor], blocks: int) -> dict[str, Any]:
-    """Activation, selectivity and dead units, from layer -> (task, o), layers in model order.
+    """Return activation, selectivity and dead units, from layer -> (task, o) in model order.
 
     Middle blocks are all but the first and the last. Relative selectivity is that of the living
     units, divided by their rate: it can be compared between sparse and dense models.
@@ -267,7 +274,7 @@ def judge_routing(rates: Mapping[str, Tensor], blocks: int) -> dict[str, Any]:
 
 
 def read_result(path: Path, plan: RunPlan) -> dict[str, Any] | None:
-    """The result of exactly this plan, if it is there."""
+    """Return the result of exactly this plan, if it is there."""
     if not path.exists():
         return None
     data = load_json(path)
@@ -277,7 +284,7 @@ def read_result(path: Path, plan: RunPlan) -> dict[str, Any] | None:
 
 
 def load_json(path: Path) -> Any:
-    """What a result says; a loss may be NaN, which only Python's JSON has.
+    """Return what a result says; a loss may be NaN, which only Python's JSON has.
 
     Raises:
         FileFormatError: It is not JSON, not a regular file, or too large.
@@ -290,7 +297,7 @@ def load_json(path: Path) -> Any:
 
 
 def _generator(seed: int, step: int) -> torch.Generator:
-    """Random numbers of one step, the same whenever it is run."""
+    """Return the generator of one step, the same whenever it is run."""
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
 

@@ -1,4 +1,9 @@
-"""One training step; on CUDA recorded once per shape and then replayed without Python."""
+"""Make one training step; on CUDA it is recorded once per shape and then replayed without Python.
+
+`TrainingRun` calls a `TrainingStep` for every batch. A replayed step runs the same kernels on the
+same memory: tensors that it reads must be copied into the recorded ones, and nothing in the step
+may allocate or branch on values. Without CUDA this is a plain step.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ class TrainingStep:
         self._recorded: dict[torch.Size, _Recorded] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The main loss; it is overwritten by the next step of the same shape."""
+        """Make a step, and return the main loss; the next step of this shape overwrites it."""
         shape = batch.ids.shape
         if not self._records or batch.mask is not None:
             return self._run(batch.ids, batch.labels, batch.mask)

@@ -1,4 +1,8 @@
-"""What the experiment compares: from what the routing learns."""
+"""The table of what the experiment compares: from what the routing learns.
+
+`Experiment` and `torchfmri routing --signal` take their names from `VARIANTS`. A new variant is an
+entry here. Names stand in result files and on the command line: do not rename them.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,254 @@
+"""What a comparison says about a difference: its kind, what differs before, where colours begin."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchfmri import InspectionError, Inspector, Monitor, Run, compare
+from torchfmri._compare.choices import routing_kind
+from torchfmri._compare.grid import PositionGrid
+from torchfmri._compare.kinds import kinds_of
+from torchfmri._compare.recording import RecordedRows, Recording
+from torchfmri._compare.run import record
+from torchfmri.visualization._colour_scale import scale_from
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def test_a_layer_that_one_side_froze_is_listed() -> None:
+    sides = [small(), small()]
+    sides[1][2].weight.requires_grad_(False)
+    found = compare(*sides, data=torch.randn(6, 8), loss="sum")
+    (change,) = found.changes
+    assert str(change) == "weight requires grad in a only, at 2"
+    assert not compare(small(), small(), data=torch.randn(6, 8)).changes
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_layer_that_only_one_side_has_is_named() -> None:
+    deep = Deep(4)
+    shallow = copy.deepcopy(deep)
+    shallow.blocks = shallow.blocks[:2]
+    first = compare(shallow, deep, data=torch.randn(6, 8)).first
+    assert first is not None
+    assert [kind.text for kind in first.kinds] == ["only b has 'blocks.2' and 1 more layer"]
+    assert first.layer == "", "the code of the model calls them"
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(61, 24)
+        self.rnn = nn.LSTM(24, 32, num_layers=2, batch_first=True)
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.rnn(self.embed(x))[0])
+        return logits
+
+
+def test_a_constant_that_each_dtype_rounds_once_is_no_difference() -> None:
+    """The mean over 30 tokens divides by 30: in float32 all gradients are off by one factor."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    ids = torch.randint(3, 61, (3, 10), generator=torch.Generator().manual_seed(5))
+    a, b = (
+        Run(model, ids, target=ids.roll(-1, 1), loss=loss)
+        for model in (Recurrent(), Recurrent().double())
+    )
+    found = compare(a, b)
+    gradient = next(pair for pair in found.pairs if pair.direction == "backward")
+    assert gradient.worst > 0, "there is something to judge"
+    assert found.agree, str(found.first)
+
+
+class Router(nn.Module):
+    """Chooses two of three experts for each token; `flipped` returns them the other way round."""
+
+    def __init__(self, *, flipped: bool) -> None:
+        super().__init__()
+        self.scores, self.flipped = nn.Embedding(9, 3), flipped
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.scores(input_ids).topk(2)
+        last = (-1,) if self.flipped else ()
+        return found.values.flip(last), found.indices.flip(last)
+
+
+def test_experts_in_another_order_are_named() -> None:
+    torch.manual_seed(0)
+    one, two = Router(flipped=False), Router(flipped=True)
+    two.load_state_dict(one.state_dict())
+    data = {"input_ids": torch.arange(8).view(2, 4)}
+    a, b = (Recording(record(Run(each, data))) for each in (one, two))
+    names = {"": "", "scores": "scores"}
+    kind = routing_kind(a, b, names, "", None)
+    assert kind is not None
+    assert kind.text == "'' lists the experts of 8 of 8 tokens in another order"
+    assert routing_kind(a, b, names, "scores", None) is None, "its own choices alone"
+    assert routing_kind(a, a, names, "", None) is None
+
+
+def test_tokens_are_not_shifted_where_noise_makes_all_of_them_alike() -> None:
+    grid = PositionGrid(torch.ones(1, 6, dtype=torch.bool), (0,))
+    values = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double()
+    turned = values.clone()
+    turned[2] *= -1
+    found = kinds_of(RecordedRows(values, grid), RecordedRows(turned, grid), 1.6)
+    assert "shifted_positions" not in [kind.name for kind in found]
+
+
+def test_colours_are_linear_where_nothing_is_beyond_noise() -> None:
+    scale = scale_from(1.0, np.array([[0.0, 0.2, 0.4]]), "difference")
+    assert (scale.logarithmic, scale.low, scale.high) == (False, 0.0, 1.0)
+    assert "linear scale" in scale.label
+
+
+def test_a_difference_far_below_the_largest_is_not_drawn_as_noise() -> None:
+    values = np.array([[0.0, 0.5, 1.0, 20.0, 3e4]])
+    scale = scale_from(1.0, values, "difference")
+    colours = scale.norm()(scale.shown)[0]
+    assert colours[:3].max() == 0.0
+    assert colours[3] > 0.2
+    assert colours[4] == 1.0
+    assert "log scale; darkest: 1 or less" in scale.label
+
+
+class Unordered(nn.Module):
+    """Defines the layer that runs last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(8, 1), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def trained(changed: int | None, folder: Path | None = None) -> Monitor:
+    torch.manual_seed(0)
+    model = Unordered()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Monitor(model, optimizer, folder=folder) as monitor:
+        for step in range(12):
+            x = torch.randn(16, 8)
+            x[3] = -x[3] if step == changed else x[3]
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+    return monitor
+
+
+def test_the_first_layer_of_a_step_is_the_one_that_ran_first() -> None:
+    first = compare(trained(None), trained(7)).first
+    assert first is not None
+    assert (first.step, first.what, first.layer) == (7, "activations", "first")
+
+
+def test_a_lost_file_of_a_run_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        trained(None, tmp_path / name)
+    steps = sorted((tmp_path / "b").glob("steps-*"))
+    assert len(steps) > 1
+    steps[0].unlink()
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert any("a file of the folder is missing" in note for note in found.notes)
+
+
+class _Positions(nn.Module):
+    """Positions without a batch axis, beside tokens with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(32, 8), nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.head(hidden)
+
+
+class _States(nn.Module):
+    """A recurrent layer, whose states have another axis before that of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.LSTM(8, 8, batch_first=True, num_layers=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.memory(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [(_Positions, torch.arange(30).view(3, 10)), (_States, torch.randn(3, 10, 8))],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_model_agrees_with_its_recording_whatever_axes_its_tensors_have(
+    make: Any, data: torch.Tensor, swapped: bool
+) -> None:
+    model = make()
+    inspector = Inspector(model, keep="tensors")
+    inspector.watch("*", ["activations"])
+    sides = [model, inspector.run_inspection(data)]
+    found = compare(*(sides[::-1] if swapped else sides), data=data)
+    assert found.agree, found
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.1)
+    assert not compare(*(sides[::-1] if swapped else sides), data=data).agree
+
+
+def test_a_side_that_does_not_repeat_itself_is_named() -> None:
+    class Unsteady(nn.Linear):
+        generator = torch.Generator()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            noise = torch.rand(x.shape[:-1], generator=self.generator)[..., None]
+            return super().forward(x) * (1 + 0.3 * noise)
+
+    torch.manual_seed(0)
+    steady = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    unsteady = nn.Sequential(nn.Linear(4, 4), Unsteady(4, 4))
+    unsteady.load_state_dict(steady.state_dict())
+    x = torch.randn(3, 5, 4)
+    found = compare(steady, unsteady, data=x)
+    (note,) = [each for each in found.notes if "differs from itself" in each]
+    assert "from '1' on" in note
+    assert not [each for each in compare(steady, steady, data=x).notes if "itself" in each]
+
+
+def test_tokens_are_compared_at_their_places() -> None:
+    model, rows = _Positions(), torch.arange(30).view(3, 10)
+    with pytest.raises(
+        InspectionError, match="at position 7 of row 0 a has nothing more and b has"
+    ):
+        compare(Run(model, rows[:, :7]), Run(model, rows))

@@ -1,6 +1,7 @@
 """Threads: runs take turns, and a model that is watched belongs to one thread."""
 
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import torchfmri
 from torchfmri import InspectionError
+from torchfmri._model import TrainedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,6 +170,22 @@ def test_a_thread_that_died_in_a_block_hinders_nobody() -> None:
     elsewhere(lambda: blocks.append(torchfmri.token_gradients(model).__enter__()))
     assert len(torchfmri.scan(model, None, [1, 2], 1)) == 1
     blocks[0].__exit__(None, None, None)
+
+
+def test_a_model_that_is_gone_hinders_no_later_one() -> None:
+    """Python gives the id of a module that is gone to a new one."""
+    trained = TrainedModel(model := Words())
+    trained.is_called()
+    ids = set(map(id, model.modules()))
+    del model
+    gc.collect()
+    others = [Words() for _ in range(100)]
+    heirs = [each for each in others if ids & set(map(id, each.modules()))]
+    assert heirs, "no id was given again, so nothing was tested"
+    try:
+        assert [len(elsewhere(lambda: torchfmri.scan(heirs[0], None, [1, 2], 1)))] == [1]
+    finally:
+        trained.release()
 
 
 def test_a_callback_may_wait_for_a_thread_that_scans() -> None:

@@ -1,9 +1,17 @@
-"""Threads: whose turn it is to run a model, and which thread watches which one."""
+"""Threads: whose turn it is to run a model, and which thread watches which one.
+
+`unchanged` and the Inspector take the turn; the Monitor, edits and token gradients register what
+they watch. Modes, hooks and random generators are the same for all threads, so two runs that put
+them back must not overlap: the second waits (`own_turn`) or is refused with both threads' names
+(`watched`). A turn ends inside `whole_restorations`, so that Ctrl-C cannot leave it taken. A forked
+process begins without owners that it does not have.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -40,6 +48,7 @@ class _Turn:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
+        """Give the turn back for the block, at any depth, with the generators of the program."""
         if self._owner is not threading.current_thread():
             yield
             return
@@ -81,8 +90,15 @@ class _Watch:
     """A model, and the thread that has it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = frozenset(map(id, model.modules()))
+        # Weak references, because an id is given to another module once this one is gone: a Monitor
+        # that was never detached would hinder a model that has nothing to do with it.
+        self._modules = weakref.WeakValueDictionary((id(each), each) for each in model.modules())
         self.thread = threading.current_thread()
+
+    @property
+    def modules(self) -> frozenset[int]:
+        """The ids of the modules that still exist."""
+        return frozenset(self._modules)
 
     def hinders(self, other: _Watch) -> bool:
         """Whether another thread has a part of the same model, and may still use it."""

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 import torchfmri
 from benchmarks._cases import Blobs, LanguageModel, mlp, regression, texts, token_loss
 from torchfmri import Finding, InspectionError, Inspector, Monitor, diagnose
+from torchfmri._checkup.batch_log import BatchLog
+from torchfmri._checkup.users_step import split_batch
 from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.registry import CAUSES, DIAGNOSES, LIVE, fold
 from torchfmri._records import PHASE_OF
@@ -158,6 +160,40 @@ def test_forms_of_batches() -> None:
     assert run((x, y)) == run([x, y]) == run((x, x, y)) == run(((x, x), y)) == 2
     assert run({"a": x, "labels": y}) == run(({"a": x}, y)) == 2
     assert run(x, lambda output: output.square().mean()) == 2
+
+
+def test_labels_may_be_a_list() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, labels: list[int]) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.lin(x), torch.tensor(labels))}
+
+    model = Classifier()
+    batch = {"x": torch.randn(8, 8), "labels": [0, 1, 2, 0, 1, 2, 0, 1]}
+    diagnosis = diagnose(
+        model, [batch], optimizer=torch.optim.SGD(model.parameters(), 0.1), steps=2
+    )
+    assert not [note for note in diagnosis.notes if "could not be looked at" in note]
+
+
+@pytest.mark.parametrize("order", [("x", "mask", "labels"), ("labels", "mask", "x")])
+def test_repeats_do_not_depend_on_the_order_of_a_dict(order: tuple[str, ...]) -> None:
+    x = torch.randn(8, 8)
+    x[4:] = x[:4]
+    values = {"x": x, "mask": torch.ones(8, 8), "labels": torch.arange(8)}
+    log, other = BatchLog(), BatchLog()
+    log.add(split_batch({key: values[key] for key in order}, None))
+    facts = log.facts(nn.Linear(1, 1), None, None)
+    assert (facts.samples, facts.repeated, facts.contradicting) == (8, 1.0, 1.0)
+    # Without repeats in x there are none, although the mask repeats in every sample.
+    other.add(split_batch({**{key: values[key] for key in order}, "x": torch.randn(8, 8)}, None))
+    assert other.facts(nn.Linear(1, 1), None, None).repeated == 0
+    other.add(split_batch({key: values[key] for key in order}, None))
+    assert other.varies
+    assert not log.varies
 
 
 def test_batches_are_taken_again_and_iterators_used_up() -> None:

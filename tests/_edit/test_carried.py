@@ -1,7 +1,7 @@
 """What holds the value of a layer is copied with the value changed, and never written to."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +26,16 @@ class Output:
     note: str = "kept"
 
 
+@dataclass(frozen=True)
+class WithLoss:
+    loss: Tensor
+    logits: Tensor
+    count: int = field(default=1, init=False)
+
+
+LOSS = torch.tensor(1.0)
+
+
 def tenfold(value: Tensor) -> Tensor:
     return 10 * value
 
@@ -41,6 +51,11 @@ def tenfold(value: Tensor) -> Tensor:
         ({"loss": torch.tensor(1.0), "logits": VALUE}, lambda found: found["logits"]),
         (OrderedDict(logits=VALUE), lambda found: found["logits"]),
         (Output(torch.arange(2), VALUE), lambda found: found.value),
+        ((LOSS, VALUE), lambda found: found[1]),
+        (Pair(LOSS, VALUE), lambda found: found.second),
+        (WithLoss(LOSS, VALUE), lambda found: found.logits),
+        ({"losses": torch.ones(2), "logits": VALUE}, lambda found: found["logits"]),
+        ({"scores": torch.ones(2)}, lambda found: found["scores"]),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -52,7 +67,7 @@ def test_the_first_value_of_an_output_is_changed_in_a_copy(output: Any, read: An
     assert torch.equal(read(output), before), "the model's own is as it was"
 
 
-@pytest.mark.parametrize("output", [None, "text", (), (None, VALUE), {"loss": torch.tensor(1.0)}])
+@pytest.mark.parametrize("output", [None, "text", (), (None, VALUE), {"loss": LOSS}, (LOSS,)])
 def test_an_output_without_a_value(output: Any) -> None:
     assert change_output(output, tenfold) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import torchfmri
+from torchfmri._scan.record.sequence import Tokens
 from torchfmri._scan.run.spelling import Speller
 
 TEXTS = (
@@ -167,3 +169,35 @@ def test_pieces_that_are_bytes() -> None:
             return [b"\xe4", b" a"][token]
 
     assert Speller(Bytes()).spell([1, 0]) == (b" a", b"\xe4")
+
+
+# -- pieces: the text of each token ----------------------------------------------------------------
+
+
+def tokens_of(spelling: list[bytes]) -> Tokens:
+    number, no = np.zeros(len(spelling), np.float32), np.zeros(len(spelling), bool)
+    return Tokens(np.arange(len(spelling)), tuple(spelling), number, number, no, no)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "pieces"),
+    [
+        ([b"\xe4", b"a", b"b", b"c"], ["", "\ufffda", "b", "c"]),  # a character that never ends
+        ([b"\xf5", b"a"], ["\ufffd", "a"]),  # a byte that begins no character
+        ([b"a", b"\xf0\x9f"], ["a", "\ufffd"]),
+        ([b"\xf0", b"", b"", b"", b"", b"\x9f\x98\x80"], ["", "", "", "", "", "😀"]),
+        ([], []),
+    ],
+)
+def test_a_character_is_at_its_last_token(spelling: list[bytes], pieces: list[str]) -> None:
+    assert tokens_of(spelling).pieces == pieces
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"\xf0", b"\x9f\x98", b"\x80", b"\xe4\xbd", b"\xa0"])))
+@settings(deadline=None, derandomize=True)
+def test_pieces_add_up_and_a_part_of_them_is_the_same(spelling: list[bytes]) -> None:
+    tokens = tokens_of(spelling)
+    assert "".join(tokens.pieces) == tokens.text == b"".join(spelling).decode("utf-8", "replace")
+    for first in range(len(spelling) + 1):
+        for last in range(first, len(spelling) + 1):
+            assert tokens.pieces_of(first, last) == tokens.pieces[first:last]

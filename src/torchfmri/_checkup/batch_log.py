@@ -1,9 +1,10 @@
 """What the batches of a run have in common: size, repeats, classes, padding.
 
-`Checkup` adds every batch and asks for `DataFacts` at the end. It only reads the data, and gives up
-on large ones (`_MOST_VALUES`, `_MOST_SAMPLES`). Samples of few numbers, one-hot rows and small
-batches repeat by chance and are left out; sizes are in float64, because squares of large inputs
-overflow float32.
+`Checkup` adds every batch and asks for `DataFacts` at the end. The data is only read. Batches of
+more than `_MOST_VALUES` values are skipped, and labels are followed for about `_MOST_SAMPLES`
+samples. Samples of few numbers, one-hot rows and small batches repeat by chance and are left out.
+Sizes are in float64, because squares of large inputs overflow float32. The thresholds are tuned on
+the healthy models of `benchmarks diagnosis`; run it after a change.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,11 @@ from torchfmri._model import named_layers
 from torchfmri._torch import flatten
 
 LEAST_NUMBERS = 8
-"""Samples of fewer numbers repeat by chance (a truth table has four)."""
+"""Samples of fewer numbers than this repeat by chance (a truth table has four rows)."""
 LEAST_CLASSES_BATCH = 8
 """Smaller batches hold a single class by chance."""
 LEAST_AGAIN = 32
-"""The number of repeated samples from which on their labels are compared."""
+"""Labels of repeated samples are compared if there are at least this many."""
 _MOST_VALUES = 1 << 20
 _MOST_SAMPLES = 1 << 14
 
@@ -39,12 +38,12 @@ class BatchLog:
 
     Attributes:
         samples: How many there were.
-        varies: Whether there were two batches that differ.
+        varies: Whether any batch differs from the first.
     """
 
     samples: int = 0
     varies: bool = False
-    _first: Tensor | None = None
+    _first: list[Tensor] = field(default_factory=list)
     _input_sizes: list[float] = field(default_factory=list)
     _target_sizes: list[float] = field(default_factory=list)
     _repeated: int = 0
@@ -62,33 +61,31 @@ class BatchLog:
 
     def add(self, split: Split) -> None:
         """Look at one batch."""
-        inputs = [each.tensor for each in flatten((split.arguments, dict(split.keywords)))]
-        target = split.target if isinstance(split.target, Tensor) else None
-        if target is None:
-            target = next((each for key, each in split.keywords.items() if key == "labels"), None)
+        keywords = dict(split.keywords)
+        target = keywords.pop("labels", None) if split.target is None else split.target
+        target = target if isinstance(target, Tensor) else None
+        inputs = [each.tensor for each in flatten((split.arguments, keywords))]
         floats = [each for each in inputs if each.is_floating_point() and each.numel()]
         self._input_sizes.append(max(map(_size, floats), default=math.nan))
-        is_number = isinstance(target, Tensor) and target.is_floating_point()
+        is_number = target is not None and target.is_floating_point()
         self._target_sizes.append(_size(target) if is_number and target is not None else math.nan)
-        if inputs and self._first is None:
-            self._first = inputs[0]
-        elif inputs and self._first is not None and not self.varies:
-            self.varies = not torch.equal(self._first, inputs[0])
+        if not self._first:
+            self._first = inputs
+        elif not self.varies:
+            self.varies = not _are_equal(self._first, inputs)
         if inputs and inputs[0].ndim:
             self.samples += inputs[0].shape[0]
-            self._compare(inputs[0], target)
-        if isinstance(target, Tensor):
+            self._compare(_rows(inputs), target)
+        if target is not None:
             self._count_classes(target)
-            self._look_for_padding(split.keywords, target)
+            self._look_for_padding(target)
 
-    def _compare(self, first: Tensor, target: Tensor | None) -> None:
-        rows = first.detach().flatten(1) if first.ndim > 1 else first.detach()[:, None]
-        if len(rows) < 4 or rows.shape[1] < LEAST_NUMBERS or rows.numel() > _MOST_VALUES:
+    def _compare(self, rows: Tensor, target: Tensor | None) -> None:
+        if len(rows) < 4 or rows.shape[1] < LEAST_NUMBERS:
             return
         if bool(((rows != 0).sum(1) <= 1).all()):  # one-hot: one number per row
             return
         rows = rows.cpu()
-        rows = rows.float() if rows.dtype == torch.bfloat16 else rows
         _, places, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
         self._compared += len(rows)
         again = counts[places] > 1
@@ -124,8 +121,12 @@ class BatchLog:
         self._one_class += len(set(classes)) == 1
         self._classes.update(classes)
 
-    def _look_for_padding(self, keywords: Mapping[str, Any], target: Tensor) -> None:
-        """Count the positions after the end of a text that are among the targets."""
+    def _look_for_padding(self, target: Tensor) -> None:
+        """Count targets that are padding after the end of a text.
+
+        Padding is a token that stands at the ends of rows alone, in runs of different lengths, most
+        of them longer than the one token that ends a text.
+        """
         if target.is_floating_point() or target.ndim != 2 or target.shape[1] < 4:
             return
         rows = target.detach().cpu()
@@ -142,7 +143,7 @@ class BatchLog:
             self._tokens[token] += 1
 
     def _sorted_share(self) -> float:
-        """Return the share of batches of a single class, beyond what chance gives."""
+        """Return the share of batches of a single class, minus the share expected by chance."""
         if self._judged < 4:
             return 0.0
         seen = self._classes.total()
@@ -172,6 +173,25 @@ class BatchLog:
             target_rms=0.0 if math.isnan(size := median(self._target_sizes)) else size,
             sizes={"inputs": self._input_sizes, "targets": self._target_sizes},
         )
+
+
+def _rows(inputs: list[Tensor]) -> Tensor:
+    """Return the samples of a batch, with all inputs of a sample in one row: (b, numbers).
+
+    All of them count: an attention mask alone repeats where the texts do not. float64 holds the
+    values of every dtype that models are given.
+    """
+    b = inputs[0].shape[0]
+    parts = [each for each in inputs if each.ndim and each.shape[0] == b and not each.is_complex()]
+    if not parts or sum(each.numel() for each in parts) > _MOST_VALUES:
+        return inputs[0].new_empty(0, 0)
+    device = parts[0].device
+    rows = [each.detach().flatten(1) if each.ndim > 1 else each.detach()[:, None] for each in parts]
+    return torch.cat([each.to(device, torch.float64) for each in rows], 1)
+
+
+def _are_equal(inputs: list[Tensor], others: list[Tensor]) -> bool:
+    return len(inputs) == len(others) and all(map(torch.equal, inputs, others))
 
 
 def _size(tensor: Tensor) -> float:

@@ -1,10 +1,10 @@
-"""The tensor that a place means in what a module takes or returns, and how it is replaced there.
+"""Find the tensor that an edit means in the inputs or the output of a module, and replace it there.
 
-`attached` and `_lesion` use both functions: `_lesion` also to read a value, with a `change` that
-returns its argument. An output is the tensor itself, element 0 of a tuple, or the first tensor of
-more than one dimension in a mapping (a loss may stand before the logits). Edits and lesions must
-find the same tensor, so both go through here. What holds the tensor is copied and keeps its class,
-because the model reads it afterwards. A new kind of container is a new branch.
+`attached` uses both functions to edit. `_lesion` also uses them to read a value, with a `change`
+that returns its argument, so edits and lesions mean the same tensor. In a tuple or list it is the
+first element, in a mapping or a dataclass the first tensor of more than one dimension; a loss that
+stands before the logits never counts. The container is copied and keeps its class, because the
+model uses it afterwards. A new kind of container is a new branch of `change_output`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ from typing import Any
 
 from torch import Tensor
 
-# From the tensor at a place to the one that takes its place.
+# Maps the tensor at a place to its replacement.
 Change = Callable[[Tensor], Tensor]
 
 
 def change_output(output: Any, change: Change) -> Any:
-    """Return the output with its tensor changed: itself, element 0, or the first of a mapping.
+    """Return the output with its tensor changed, in copies of what holds it.
 
-    What holds it is copied, never written to. Returns None if there is no such tensor.
+    Returns None if there is no such tensor.
     """
     if isinstance(output, Tensor):
         return change(output)
-    if isinstance(output, (tuple, list)) and output:
-        inner = change_output(output[0], change)
-        if inner is None:
-            return None
-        rest = [inner, *output[1:]]
-        return type(output)(*rest) if hasattr(output, "_fields") else type(output)(rest)
+    if isinstance(output, (tuple, list)):
+        return _change_elements(output, change)
     if isinstance(output, Mapping):
-        return _change_mapping(output, change)
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            value = getattr(output, field.name, None)
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return dataclasses.replace(output, **{field.name: change(value)})
-    return None
+        values: Mapping[Any, Any] = output
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        fields = dataclasses.fields(output)
+        values = {each.name: getattr(output, each.name, None) for each in fields}
+    else:
+        return None
+    key = _first_value(values)
+    if key is None:
+        return None
+    changed: Any = copy.copy(output)
+    if isinstance(output, Mapping):
+        changed[key] = change(values[key])
+    else:
+        object.__setattr__(changed, key, change(values[key]))  # a dataclass may be frozen
+    return changed
 
 
 def change_arguments(
@@ -56,13 +60,26 @@ def change_arguments(
     return None
 
 
-def _change_mapping(output: Mapping[Any, Any], change: Change) -> Any:
-    for key, value in output.items():
-        if _is_value(value) and value.ndim > 1:  # a loss may stand before the logits
-            changed: Any = copy.copy(output)
-            changed[key] = change(value)
-            return changed
+def _change_elements(output: tuple[Any, ...] | list[Any], change: Change) -> Any:
+    at = next((n for n, each in enumerate(output) if not _is_loss(each)), None)
+    inner = None if at is None else change_output(output[at], change)
+    if at is None or inner is None:
+        return None
+    elements = [*output[:at], inner, *output[at + 1 :]]
+    return type(output)(*elements) if hasattr(output, "_fields") else type(output)(elements)
+
+
+def _first_value(values: Mapping[Any, Any]) -> Any:
+    """Return the key of the first tensor of two or more dimensions, else of one; else None."""
+    for least in (2, 1):
+        for key, value in values.items():
+            if _is_value(value) and value.ndim >= least:
+                return key
     return None
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _is_value(value: object) -> bool:

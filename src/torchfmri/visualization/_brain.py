@@ -52,7 +52,7 @@ _WIDEST, _NARROWEST, _TOKEN = 11.0, 4.2, 0.105
 
 
 class Band(NamedTuple):
-    """Rows that stand together: layers of one kind, the voxels of a layer, a block.
+    """A group of rows drawn without a gap: layers of one kind, the voxels of a layer, a block.
 
     Attributes:
         label: What they are.
@@ -111,7 +111,7 @@ class Brain(NamedTuple):
 
 
 def band_edges(bands: Sequence[Band], most: float) -> list[tuple[float, float]]:
-    """Return where each band begins and ends, in inches from the top; at most so many in all."""
+    """Return the top and bottom of each band in inches, scaled to end at `most` or before."""
     if not bands:
         return [(0.0, 0.5)]
     heights = np.array(
@@ -128,7 +128,7 @@ def band_edges(bands: Sequence[Band], most: float) -> list[tuple[float, float]]:
     total = float((heights + gaps).sum())
     # Few rows are made higher, so that there is room for the colour bar and its label.
     factor = most / total if total > most else max(1.0, min(_LEAST / total, _LARGEST_FACTOR))
-    gaps[gaps * factor < _THINNEST] = 0.0  # some would be drawn and others not
+    gaps[gaps * factor < _THINNEST] = 0.0  # gaps this thin would be drawn unevenly
     ends = np.cumsum((heights + gaps) * factor)
     return [
         (float(end - (height + gap) * factor), float(end - gap * factor))
@@ -249,7 +249,7 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
                 last = at
     ax.set_yticks(places, texts, fontsize=7)
     ax.tick_params(axis="y", length=2, pad=2)
-    return f"{named} of {len(bands)} rows named" if named < len(bands) else ""
+    return f"{named} of {len(bands)} labels shown" if named < len(bands) else ""
 
 
 def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:

@@ -7,6 +7,7 @@ are public. A new field needs a default, because scans written before do not hav
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,15 +19,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 METRICS = ("activation", "gradient", "learning_cost")
-"""What is measured per token: rms of the activation, norm of dL/d output, and the norm of the
-layer's own parameters' gradient."""
+"""Measured per token: the rms of the activation, the norm of dL/d output, and the norm of the
+gradient of the layer's own parameters."""
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf", "zero")
 """The statistics of a layer over all tokens and units."""
 VECTORS = ("all", "prompt", "generated", "last")
-"""The tokens over which mean vectors are kept: all, those given, those written, the last one that
-the model was run on. Special tokens never count."""
+"""The tokens over which mean vectors are kept: all tokens, those of the prompt, those that the
+model wrote, and the last one that the model was run on. Special tokens never count."""
 _LISTED = 120
-"""Characters of a text by which it is listed."""
+"""The largest number of characters of a text in lists."""
 _PASS = " while generating (live=False takes them from a pass over the finished sequence)"
 
 
@@ -73,43 +74,33 @@ class Tokens:
 
     @cached_property
     def pieces(self) -> list[str]:
-        """The text of each token, for display: a character stands with the token that ends it.
+        """The text of each token, for display. A character stands at its last token.
 
-        The other tokens of a character are the empty string, so that the pieces add up to the text.
+        Its other tokens have the empty string, so that the pieces add up to the text.
         """
         return _spell(self.spelling)
 
     def pieces_of(self, first: int, last: int) -> list[str]:
         """Return `pieces[first:last]`, without spelling the whole of a long text."""
-        start = max(0, first - _CHARACTER)
-        return _spell(self.spelling[start : last + _CHARACTER])[first - start : last - start]
+        start, before = first, 0
+        while start > 0 and before < _CHARACTER:  # tokens may be without bytes
+            start -= 1
+            before += len(self.spelling[start])
+        pieces = _spell(self.spelling[start:last], ends=last >= len(self.spelling))
+        return pieces[first - start :]
 
 
 _CHARACTER = 4
-"""Bytes of a character in UTF-8 at most, so that it has begun at most so many tokens earlier."""
+"""The largest number of bytes of a UTF-8 character."""
 
 
-def _spell(spelling: Sequence[bytes]) -> list[str]:
-    pieces: list[str] = []
-    pending = b""
-    for each in spelling:
-        text, pending = _complete(pending + each)
-        pieces.append(text)
-    if pending and pieces:
-        pieces[-1] += pending.decode("utf-8", errors="replace")
+def _spell(spelling: Sequence[bytes], ends: bool = True) -> list[str]:
+    """Return the characters that each token completes; `ends` if no further token follows."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = [decoder.decode(each) for each in spelling]
+    if ends and pieces:
+        pieces[-1] += decoder.decode(b"", final=True)
     return pieces
-
-
-def _complete(data: bytes) -> tuple[str, bytes]:
-    """Return the characters that are complete, and the bytes of one that may yet become so."""
-    if data.isascii():  # most tokens of most texts
-        return data.decode("ascii"), b""
-    for length in range(min(3, len(data)), 0, -1):
-        tail = data[-length:]
-        needed = 2 if tail[0] >> 5 == 0b110 else 3 if tail[0] >> 4 == 0b1110 else 4
-        if tail[0] >= 0xC0 and length < needed:
-            return data[:-length].decode("utf-8", errors="replace"), tail
-    return data.decode("utf-8", errors="replace"), b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +108,14 @@ class ScannedSequence:
     """One sequence of a scan. Values that were not measured are absent, or nan.
 
     Attributes:
-        name: What identifies it in its scan.
+        name: Its unique name in the scan.
         tokens: The text, token by token.
         layers: Metric -> (s, layer), in the order of the anatomy's layers; nan where a layer has no
             such value (the learning cost of a layer without parameters of its own).
         voxels: Metric -> (s, voxel).
         statistics: "activations" and "gradients" -> (layer, STATISTICS).
-        tensors: Layer -> (s, unit), the activations of layers that were asked for in full; and
-            what else was read out, under the name of a layer, `@` and what it is.
+        tensors: Layer -> (s, unit), the activations of layers that were asked for in full.
+            Other readings have the name of the layer, `@` and the name of the reading.
         condition: The label by which scans are contrasted, or "".
         padding: How many padded positions were left out.
         checks: What the scan proved about itself, by name.
@@ -167,12 +158,13 @@ class ScannedSequence:
         tokens = self.tokens
         given = ~tokens.special & ~tokens.generated
         kept = np.flatnonzero(given if given.any() else ~tokens.special)[:_LISTED]
-        spelt = b"".join(tokens.spelling[at][: 4 * _LISTED] for at in kept)
+        # A token of 10 kB is not decoded as a whole.
+        spelt = b"".join(tokens.spelling[at][: _CHARACTER * _LISTED] for at in kept)
         return " ".join(spelt.decode("utf-8", errors="replace").split())[:_LISTED]
 
     @property
     def unmeasured(self) -> list[str]:
-        """The values that tokens of this sequence lack, in words, with the reason."""
+        """Sentences that say which values are missing, and why."""
         found = []
         lacking, written = np.isnan(self.tokens.surprisal[1:]), self.tokens.generated[1:]
         if lacking.any():

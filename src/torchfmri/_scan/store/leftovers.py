@@ -1,9 +1,11 @@
 """Finish or undo what an interrupted writer left in a scan's folder.
 
-`ScanWriter` calls `tidy` once, when it has locked its manifest and before it writes anything. A
-segment that is whole and that no line names is adopted; one that was never finished is deleted. A
-file that has its final name is never deleted, since a line once named it. `test_store_kills.py`
-kills writers at every step and checks that nothing committed is lost.
+`ScanWriter` calls `tidy` once, after it has locked its manifest and before it writes anything. A
+complete segment without a line in the manifest is committed if the manifest ends in a line that was
+cut off and its sequences are new. It is deleted if all its sequences are committed already, and
+left for `repair` otherwise. An unfinished segment is deleted, unless a damaged line may have named
+it. A file with its final name is never deleted, because it was committed once, even if its line is
+lost. `test_store_kills.py` kills writers at every step and checks that nothing committed is lost.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from torchfmri.exceptions import FileFormatError
 
 
 class Leftovers:
-    """The segments of one writer in a folder that its manifest may not name.
+    """The segments of one writer that its manifest may fail to list.
 
     Args:
         path: The folder.
         rank: The number of the writer.
         anatomy: The anatomy of the scanned model.
-        names: The sequences that are committed; those that are found whole are added.
+        names: The committed sequences. Recovered ones are added to it.
     """
 
     def __init__(self, path: Path, rank: int, anatomy: Anatomy, names: set[str]) -> None:
         self._path, self._rank, self._anatomy, self._names = path, rank, anatomy, names
 
     def tidy(self, manifest: int, own: Manifest) -> tuple[int, int]:
-        """Finish or undo what an interruption left; returns the next number and where to write.
+        """Return the next segment number and the offset to append at, after tidying up.
 
-        What has its final name is never removed, even if no line names it: the line was lost.
+        A file with its final name is never removed, even if its line was lost.
 
         Args:
             manifest: A descriptor of the writer's manifest, which it has locked.
@@ -64,7 +66,7 @@ class Leftovers:
                 (self._path / name).unlink()
         size, end = own.size, os.fstat(manifest).st_size
         if unnamed:
-            size = end  # the rest may be what is left of its line
+            size = end  # the rest may be the damaged line of one of these segments
         else:
             os.ftruncate(manifest, size)
         if size > own.size or not own.ended:
@@ -77,11 +79,14 @@ class Leftovers:
         return 1 + max(numbers, default=-1), size
 
     def _look_at(self, name: str, own: Manifest) -> SegmentEntry | str:
-        """Return what to add of a segment that no line names; else "gone", "kept" or "unclear"."""
+        """Return the entry to commit for a segment without a line, or what became of it.
+
+        "gone": it was deleted. "kept": it was left alone. "unclear": it may have lost its line.
+        """
         try:
             segment = describe_checked(self._path / name, self._anatomy)
         except FileFormatError:
-            # It was not finished, unless a line that is damaged or cut off has named it.
+            # It is unfinished, unless its line is the one that is damaged or cut off.
             if own.problems or own.torn:
                 return "unclear"
         else:
@@ -90,7 +95,7 @@ class Leftovers:
                 self._names |= sequences
                 return segment
             if not sequences <= self._names:
-                # Nobody has seen these sequences, which may be scanned again, or repaired.
+                # These were never committed: they can be scanned again, or repaired.
                 return "unclear" if own.problems or own.torn else "kept"
         (self._path / name).unlink()
         return "gone"

@@ -48,7 +48,8 @@ def test_the_sentence_of_a_scan_is_its_tokens() -> None:
     ), "neither what it read nor its end counts"
     said = tokens_sentence(tokens_of(texts[:3], [math.nan, math.log(1000), 2.0], 0))
     assert said == "The model read 3 tokens. Least expected: “What” (token 1, probability 0.1 %)."
-    assert tokens_sentence(tokens_of(texts, [math.nan] * 6, 3)) == ""
+    said = tokens_sentence(tokens_of(texts, [math.nan] * 6, 3))
+    assert said == "The model read 3 tokens and wrote 3.", "an encoder expects nothing"
     assert tokens_sentence(tokens_of([], [], 0)) == ""
 
 

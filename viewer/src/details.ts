@@ -97,7 +97,8 @@ function heading(app: App, row: Row, column: number): HTMLElement[] {
   const type = row.plane === "layers" ? data.board.types[row.index] : "voxel";
   const written = piece?.generated ? ", written by the model" : piece?.special ? ", special" : "";
   const place = h("div", { class: "place" }, h("code", { title: row.name }, ...breakable(row.name || "model")), h("span", {}, type));
-  const text = visible(piece?.text ?? "…");
+  const said = piece?.text ?? "…";
+  const text = visible(data.board.kind === "diff" ? said.trim() || said : said);
   // The text of a step is its number.
   return [place, word === "token"
     ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}`))

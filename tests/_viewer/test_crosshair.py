@@ -67,6 +67,11 @@ def test_python_and_addresses_bring_their_layer_into_view(page: Page) -> None:
         page.until("app.state.column === 2")
         page.settle()
         assert page.js("app.rowIndex") == 0, "a name that makes no sense is not kept"
+        page.press("ArrowDown")
+        page.page.evaluate("location.hash = 'layer=neither&column=1'")  # the rows stay as they are
+        page.until("app.state.column === 1")
+        page.settle()
+        assert page.js("app.rowIndex") == 0
 
 
 def boards() -> dict[str, tuple[Board, dict[str, Any]]]:

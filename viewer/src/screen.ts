@@ -94,16 +94,15 @@ export class Screen {
     const header = data.board.kind === "run" ? app.plane("layers")?.header : null;
     const hidden = header ? header.missing.map((each) => each === header.columns && each > 0) : [];
     const key = JSON.stringify([data.board.id, data.board.layers.length, state.depth, state.toggled, state.voxels, hidden, state.voxels.map((each) => app.plane(each)?.header?.rows)]);
-    if (!this.once("rows", key)) return;
-    app.rows = app.tree!.rows(state, hidden.every(Boolean) ? [] : hidden);
-    this.keepCrosshair();
+    if (this.once("rows", key)) app.rows = app.tree!.rows(state, hidden.every(Boolean) ? [] : hidden);
+    if (app.rowIndex < 0) this.keepCrosshair();
   }
 
   /** Move a crosshair whose row is not shown any more to the nearest layer above it that is. */
   private keepCrosshair(): void {
     const { app } = this;
     const { state, rows, tree, data: { board } } = app;
-    if (app.rowIndex >= 0 || !rows.length) return;
+    if (!rows.length) return;
     const layer = state.layer.split("[")[0];
     const shown = new Set(rows.map((row) => row.name));
     const plane = layer !== state.layer && shown.has(layer) ? app.plane(layer) : null;

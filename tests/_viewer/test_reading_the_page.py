@@ -109,6 +109,53 @@ def test_a_telephone_shows_every_metric_and_has_room_to_search(chromium: Any) ->
         assert page.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+MISPLACED = """[...app.root.querySelectorAll('header, .toolbar, footer, .bar')].flatMap(row => {
+  const seen = each => each.getClientRects().length && !each.matches('.space');
+  const shown = [...row.children].filter(seen);
+  const boxes = shown.map(each => each.getBoundingClientRect());
+  const outside = box => box.right > innerWidth + 1 || box.left < -1;
+  const over = (box, other) => box.left < other.right - 1 && box.top < other.bottom - 1;
+  return shown.filter((_, at) => outside(boxes[at]) || (at && over(boxes[at], boxes[at - 1])));
+}).map(each => each.className + ' ' + each.textContent)"""
+"""What reaches out of the window, or lies over what stands before it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["dark", "light"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080)])
+def test_nothing_overlaps_or_is_outside_of_the_window(
+    chromium: Any, tmp_path: Path, width: int, height: int, theme: str
+) -> None:
+    first, second = (make_scan(blocks=6, tokens=40)._board() for _ in range(2))
+    boards = {
+        "scan": make_scan(blocks=30, tokens=60)._board(),
+        "difference": DiffBoard(first, second),
+        "contrast": ContrastBoard(contrast_of(3.0)),
+    }
+    pictures = []
+    for name, board in boards.items():
+        with (
+            View(board, token=TOKEN) as view,
+            opened_page(
+                chromium, viewport={"width": width, "height": height}, color_scheme=theme
+            ) as page,
+        ):
+            page.open(view.url)
+            page.page.wait_for_selector(".details:not([aria-busy]) .value")
+            assert page.js(MISPLACED) == [], name
+            size = page.page.evaluate(
+                "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+            )
+            assert size == [width, height], name
+            assert page.js("app.scene.height") > height / 3, "the map has most of the room"
+            pictures.append(page.page.screenshot(path=tmp_path / f"{name}.png"))
+            dark = page.js("getComputedStyle(app.ui.body).backgroundColor") == "rgb(15, 17, 21)"
+            assert dark == (theme == "dark")
+            page.js("app.ui.status.style.marginLeft = '-900px'")
+            assert page.js(MISPLACED) != [], "it would be seen"
+    assert len(set(pictures)) == len(boards)
+
+
 def test_the_status_of_a_difference_is_not_cut_at_1280(page: Page) -> None:
     first, second = (make_scan(blocks=2, tokens=9)._board() for _ in range(2))
     with View(DiffBoard(first, second), token=TOKEN) as view:

@@ -15,12 +15,14 @@ from torch import nn
 
 import torchfmri
 from torchfmri import Monitor, Scan, Tokens
-from torchfmri._records import Step
+from torchfmri._records import Series, Step
 from torchfmri._scan import difference_of
+from torchfmri._scan.pictures import scan_board
 from torchfmri._scan.pictures.token_texts import tokens_sentence
 from torchfmri._viewer import DiffBoard, RunBoard, View
 from torchfmri._viewer.desk import Desk, own_texts, to_json
 from torchfmri._viewer.run_board import ViewedRun
+from torchfmri.statistics import calculate_statistics
 
 TOKEN = "0123456789abcdef"
 
@@ -46,7 +48,8 @@ def test_the_sentence_of_a_scan_is_its_tokens() -> None:
     ), "neither what it read nor its end counts"
     said = tokens_sentence(tokens_of(texts[:3], [math.nan, math.log(1000), 2.0], 0))
     assert said == "The model read 3 tokens. Least expected: “What” (token 1, probability 0.1 %)."
-    assert tokens_sentence(tokens_of(texts, [math.nan] * 6, 3)) == ""
+    said = tokens_sentence(tokens_of(texts, [math.nan] * 6, 3))
+    assert said == "The model read 3 tokens and wrote 3.", "an encoder expects nothing"
     assert tokens_sentence(tokens_of([], [], 0)) == ""
 
 
@@ -220,6 +223,28 @@ def test_the_difference_of_runs_speaks_of_steps() -> None:
     assert found.text.startswith("The step numbers differ from step 2 on")
 
 
+def test_the_difference_of_runs_counts_the_layers_that_have_the_metric() -> None:
+    def run(scale: float) -> RunBoard:
+        viewed = ViewedRun("net")
+        found = {
+            Series(name, what): calculate_statistics(torch.full((4,), scale * size))
+            for name, what, size in [
+                ("0", "activations", 1.0),
+                ("2", "activations", 2.0),
+                ("0.weight", "parameters", 1.0),
+            ]
+        }
+        for number in range(3):
+            viewed.add(Step(number=number, loss=1.0, seconds=0.1), found)
+        return RunBoard(run=viewed)
+
+    said = DiffBoard(run(1.0), run(1.5)).headline(0)
+    assert said == "Activations differ in 2 of 2 layers, most in layer 0, by 50 %."
+    assert DiffBoard(run(1.0), run(1.0)).headline(0) == (
+        "No difference: activations are the same in 2 layers."
+    )
+
+
 def test_equal_values_are_not_called_higher(page: Page) -> None:
     values = np.zeros((20, 2), np.float32)
     values[0], values[19] = -1, 1
@@ -249,6 +274,31 @@ def test_text_from_right_to_left_is_read_so(page: Page) -> None:
         page.until("app.state.column === 4")
 
 
+def test_joiners_are_part_of_words_and_codes_stay_whole_beside_them(page: Page) -> None:
+    pieces = ["می\u200cخواهم", " क्\u200dष", " 👩\u200d👩\u200d👧", "\u200c", "a\u200db", "שלום",
+              " עולם", "\u202e", " of"]  # fmt: skip
+    with View(ArrayBoard(np.ones((9, 2), np.float32), pieces=pieces), token=TOKEN) as view:
+        page.open(view.url)
+        page.page.wait_for_selector(".strip [data-t='8']")
+        texts = page.js("[...app.root.querySelectorAll('.strip [data-t]')].map(e => e.textContent)")
+        assert texts[:3] == pieces[:3], "as it is written in Persian, in Hindi and of emoji"
+        assert texts[3:5] == ["‹200c›", "a‹200d›b"], "where nothing is joined, they are seen"
+        code = "app.root.querySelector('.strip [data-t=\"7\"]')"
+        assert page.js(f"{code}.textContent") == "‹202e›"
+        assert page.js(f"{code}.getClientRects().length") == 1
+        # Every letter of the code is behind the one before it: none was drawn into the Hebrew.
+        page.js(f"window.letters = {code}.querySelector('bdi').firstChild")
+        left = page.js(
+            f"Array.from({code}.textContent, (_, i) => {{ const range = document.createRange();"
+            f"range.setStart(letters, i); range.setEnd(letters, i + 1);"
+            "return range.getBoundingClientRect().x; })"
+        )
+        assert left == sorted(left)
+        assert len(set(left)) == 6
+        page.page.locator(".strip bdi", has_text="202e").click()
+        page.until("app.state.column === 7")
+
+
 def test_a_sequence_is_named_without_what_all_begin_with(page: Page) -> None:
     rule = "You are a helpful assistant."
     assert own_texts([f"{rule} Why?", f"{rule} When?"]) == ["… Why?", "… When?"]
@@ -269,6 +319,33 @@ def test_a_sequence_is_named_without_what_all_begin_with(page: Page) -> None:
         assert [each[:6] for each in names] == ["… Rome", "… Bern"]
         page.page.locator(".box input").fill("helpful bern")
         page.until("app.root.querySelectorAll('.picker button').length === 1")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_scan_that_is_added_to_shows_what_is_new(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.setattr(scan_board, "LOOK", 0.1)
+    anatomy = make_anatomy(1)
+    first, second = (
+        Scan(anatomy, [make_sequence(anatomy, 9, seed=seed)], {"model": "m"}) for seed in range(2)
+    )
+    (first if begun else Scan(anatomy, [], {"model": "m"})).save(tmp_path / "x.fmri")
+    with torchfmri.view(tmp_path / "x.fmri", browser=False) as view:
+        if begun:
+            page.open(view.url)
+            page.set(column=2)
+        else:
+            page.page.goto(view.url)
+            page.page.wait_for_selector(".cover h2:text('Nothing here yet')")
+        second.save(tmp_path / "x.fmri", append=True)
+        page.until(f"app.data.board.sequences === {1 + begun} && app.ready")
+        page.settle()
+        assert page.js("app.state.sequence") == 0
+        if begun:
+            assert page.js("app.state.column") == 2, "whoever reads is not moved"
+            page.set(sequence=1)
+            page.until("app.data.index === 1")
 
 
 def test_half_of_a_character_does_not_stop_an_answer() -> None:

@@ -12,11 +12,13 @@ import pytest
 from boards import ArrayBoard
 from browser import Page, opened_page
 from scans import make_scan
+from test_contrast_page import contrast_of
 
 import torchfmri
 from torchfmri import Scan
+from torchfmri._contrast import ContrastBoard
 from torchfmri._records import Series, Step
-from torchfmri._viewer import RunBoard, View, ViewedRun
+from torchfmri._viewer import DiffBoard, RunBoard, View, ViewedRun
 from torchfmri._viewer.page import served_page
 from torchfmri._viewer.widget import _figure
 
@@ -88,6 +90,91 @@ def test_a_narrow_page_shows_the_value_and_the_whole_footer(chromium: Any) -> No
         assert over == []
         shown, all_of_it = page.js("[app.ui.status.clientWidth, app.ui.status.scrollWidth]")
         assert shown >= all_of_it > 0
+
+
+def test_a_telephone_shows_every_metric_and_has_room_to_search(chromium: Any) -> None:
+    with (
+        View(make_scan(blocks=6, tokens=18)._board(), token=TOKEN) as view,
+        opened_page(chromium, viewport={"width": 390, "height": 844}) as page,
+    ):
+        page.open(view.url)
+        assert page.js("app.scene.height") >= 120
+        assert page.js("app.ui.search.getBoundingClientRect().width") >= 80
+        page.page.wait_for_selector(".details:not([aria-busy]) .histogram")
+        assert 0 < page.js("app.root.querySelector('.histogram').clientHeight") <= 90
+        page.page.get_by_role("button", name="Activation vs gradient").click()
+        page.until("app.state.metric === 'delta_sc'")
+        box = page.js("app.ui.metrics.getBoundingClientRect().right")
+        assert box <= 390, "it scrolls inside of the page"
+        assert page.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+MISPLACED = """[...app.root.querySelectorAll('header, .toolbar, footer, .bar')].flatMap(row => {
+  const seen = each => each.getClientRects().length && !each.matches('.space');
+  const shown = [...row.children].filter(seen);
+  const boxes = shown.map(each => each.getBoundingClientRect());
+  const outside = box => box.right > innerWidth + 1 || box.left < -1;
+  const over = (box, other) => box.left < other.right - 1 && box.top < other.bottom - 1;
+  return shown.filter((_, at) => outside(boxes[at]) || (at && over(boxes[at], boxes[at - 1])));
+}).map(each => each.className + ' ' + each.textContent)"""
+"""What reaches out of the window, or lies over what stands before it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["dark", "light"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080)])
+def test_nothing_overlaps_or_is_outside_of_the_window(
+    chromium: Any, tmp_path: Path, width: int, height: int, theme: str
+) -> None:
+    first, second = (make_scan(blocks=6, tokens=40)._board() for _ in range(2))
+    boards = {
+        "scan": make_scan(blocks=30, tokens=60)._board(),
+        "difference": DiffBoard(first, second),
+        "contrast": ContrastBoard(contrast_of(3.0)),
+    }
+    pictures = []
+    for name, board in boards.items():
+        with (
+            View(board, token=TOKEN) as view,
+            opened_page(
+                chromium, viewport={"width": width, "height": height}, color_scheme=theme
+            ) as page,
+        ):
+            page.open(view.url)
+            page.page.wait_for_selector(".details:not([aria-busy]) .value")
+            assert page.js(MISPLACED) == [], name
+            size = page.page.evaluate(
+                "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+            )
+            assert size == [width, height], name
+            assert page.js("app.scene.height") > height / 3, "the map has most of the room"
+            pictures.append(page.page.screenshot(path=tmp_path / f"{name}.png"))
+            dark = page.js("getComputedStyle(app.ui.body).backgroundColor") == "rgb(15, 17, 21)"
+            assert dark == (theme == "dark")
+            page.js("app.ui.status.style.marginLeft = '-900px'")
+            assert page.js(MISPLACED) != [], "it would be seen"
+    assert len(set(pictures)) == len(boards)
+
+
+def test_the_status_of_a_difference_is_not_cut_at_1280(page: Page) -> None:
+    first, second = (make_scan(blocks=2, tokens=9)._board() for _ in range(2))
+    with View(DiffBoard(first, second), token=TOKEN) as view:
+        page.open(view.url)
+        page.js("app.goTo('model.layers.1.mlp.down_proj', 4)")
+        page.until("app.ui.status.textContent.includes('down_proj, token 4')")
+        shown, all_of_it = page.js("[app.ui.status.clientWidth, app.ui.status.scrollWidth]")
+        assert shown >= all_of_it
+        over = "app.ui.bar.getBoundingClientRect().right <= app.ui.status.getBoundingClientRect().x"
+        assert page.js(over), "and nothing lies over it"
+
+
+def test_the_peaks_of_a_contrast_are_seen_without_scrolling(page: Page) -> None:
+    with View(ContrastBoard(contrast_of(3.0)), token=TOKEN) as view:
+        page.open(view.url)
+        page.page.wait_for_selector(".details:not([aria-busy]) [data-panel=cell]")
+        row = "app.root.querySelectorAll('[data-panel=peaks] tbody tr')[4]"
+        below = page.js("app.ui.details.getBoundingClientRect().bottom")
+        assert page.js(f"{row}.getBoundingClientRect().bottom") <= below, "five of them"
 
 
 def test_the_table_begins_at_the_crosshair_and_leads_on(page: Page) -> None:

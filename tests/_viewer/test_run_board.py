@@ -175,8 +175,33 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     train(2, folder=tmp_path / "run")
     file, _ = step_files(tmp_path / "run")
     file.write_bytes(file.read_bytes()[:-7])
+    board = board_of(tmp_path / "run")  # the other step is shown
+    assert board.length(0) == 1
+    [problem] = board.about()["problems"]
+    assert problem.startswith("run: ")
+    assert file.name in problem
+    assert board.about()["notes"] == [f"not read: {problem}"]
+    _, other = step_files(tmp_path / "run")
+    other.write_bytes(b"")
     with pytest.raises(FileFormatError, match="steps-"):
         board_of(tmp_path / "run")
+
+
+def test_a_damaged_file_does_not_end_a_page_that_is_open(page: Page, tmp_path: Path) -> None:
+    train(3, folder=tmp_path / "run")
+    files = step_files(tmp_path / "run")
+    kept = {each: each.read_bytes() for each in files[1:]}
+    for each in kept:
+        each.unlink()
+    with torchfmri.view(tmp_path / "run", browser=False) as view:
+        page.open(view.url)
+        first = page.js("app.data.columns")
+        broken = next(iter(kept))
+        broken.write_bytes(b"no steps")
+        page.until("app.data.board.problems.length === 1")
+        (tmp_path / "run" / "steps-000000009.safetensors").write_bytes(kept[broken])
+        page.until(f"app.data.columns > {first}")
+        assert "not read" in page.text(".health")
 
 
 def test_what_cannot_be_viewed_is_said(tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ def test_own_names_are_answered(view: View) -> None:
     for host in (f"127.0.0.1:{view.port}", f"localhost:{view.port}"):
         assert ask(view, f"/{TOKEN}/board", Host=host)[0] == 200
         assert ask(view, f"/{TOKEN}/board", Host=host, Origin=f"http://{host}")[0] == 200
+    # On port 80 a browser leaves the port out.
+    for host, status in (("localhost", 200), ("[::1]", 200), ("evil.example", 403), ("::1.x", 403)):
+        assert ask(view, f"/{TOKEN}/board", Host=host)[0] == status, host
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ export class App {
   hover: { row: number; column: number } | null = null;
   ready = false;
   private settled = false; // whether there were layers to choose a depth and a place for
+  private placed = false; // whether an address, Python or the board said which column to begin at
   private saved = 0;
   private finding = -1;
 
@@ -71,13 +72,15 @@ export class App {
   get metric() { return this.data.sequence?.metrics.find((each) => each.name === this.state.metric); }
   /** Whether columns are being added to the sequence in view. */
   get streams() { return !!this.data.board?.going && this.state.sequence === this.data.board.sequences - 1; }
+  /** Whether the metric in view was measured of voxels, too. */
+  get hasVoxels() { return !!this.data.sequence?.voxels.includes(this.state.metric); }
   get rowIndex() { return this.rows.findIndex((row) => row.name === this.state.layer); }
   draw(): void { this.screen.draw(); }
   goTo(layer: string | null, column: number | null): void { this.viewport.goTo(layer, column); }
   inks(): Inks { return this.screen.inks(); }
 
   /** The plane of layers (or of a layer's voxels) for the metric in view. */
-  plane = (name: string): Plane | null => (this.state.metric ? this.data.plane(this.state.metric, name) : null);
+  plane = (name: string): Plane | null => (this.state.metric && (name === "layers" || this.hasVoxels) ? this.data.plane(this.state.metric, name) : null);
 
   // -- opening -------------------------------------------------------------------------------
 
@@ -86,7 +89,9 @@ export class App {
     try {
       const linked = this.options.owns ? fromHash(location.hash) : {};
       await this.data.open((board) => {
-        this.state = { ...this.state, ...clean(board.state ?? {}), ...linked };
+        const asked = { ...clean(board.state ?? {}), ...linked };
+        this.placed = asked.column !== undefined;
+        this.state = { ...this.state, ...asked };
         return this.state.sequence;
       });
     } catch (error) {
@@ -120,8 +125,8 @@ export class App {
       const alarm = board.going ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && (each.layer === null || board.layers.includes(each.layer)));
       change.layer = alarm?.layer ?? board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
       if (alarm) change.column = alarm.column ?? this.state.column;
-      else if (!this.settled && board.live && !board.going && this.state.follow && !this.state.column) Object.assign(change, this.connection.followed());
-      else if (!this.settled) void this.startColumn();
+      else if (!this.settled && !this.placed && board.live && this.state.follow) Object.assign(change, this.connection.followed());
+      else if (!this.settled && !this.placed && !board.live) change.column = this.data.sequence.opens ?? 0;
     }
     this.settled ||= board.layers.length > 0;
     if (!metrics.length) {
@@ -146,14 +151,6 @@ export class App {
     if (board.kind === "run") return this.cover("Waiting for the first step", "There is no step of a run so far. It appears here as soon as it is written.");
     if (board.problems?.length) return this.cover("This scan cannot be read", board.problems.join(" "));
     this.cover("Nothing here yet", board.live ? "The first token appears here as soon as the model has read the prompt." : "This scan has no sequences so far. They appear here as soon as they are written.");
-  }
-
-  /** Begin at the first token that the model wrote, where nothing else is asked for. */
-  private async startColumn(): Promise<void> {
-    if (this.state.column || this.data.board.live) return;
-    await this.data.loadChunk(0);
-    for (let t = 0; t < Math.min(this.data.columns, 2048); t++)
-      if (this.data.piece(t)?.generated) return this.set({ column: t });
   }
 
   cover(title: string, text: string, ...below: HTMLElement[]): void {
@@ -181,9 +178,16 @@ export class App {
     this.saved = window.setTimeout(() => this.share(), 200);
   }
 
+  /** Take over a state from an address or from Python, and bring the layer that it names into view. */
+  take(change: Partial<State>): void {
+    const shown = change.layer !== undefined && this.tree ? this.tree.reveal(change.layer, { ...this.state, ...change }) : {};
+    this.set({ ...change, ...shown });
+    if (this.ready && change.layer !== undefined) this.viewport.keepInView();
+  }
+
   private share(): void {
     if (this.options.owns) {
-      const hash = toHash(this.state);
+      const hash = this.hash();
       if (hash !== location.hash.slice(1)) history.replaceState(null, "", "#" + hash);
     }
     this.options.changed?.(this.state);
@@ -232,7 +236,8 @@ export class App {
   // -- what can be taken away ----------------------------------------------------------------
 
   python = () => toPython(this.state, this.data.board);
-  link = () => `${location.href.split("#")[0]}#${toHash(this.state)}`;
+  link = () => `${location.href.split("#")[0]}#${this.hash()}`;
+  private hash = () => toHash(this.state, this.data.board?.state ?? {});
 
   copy(text: string, what: string): void {
     const old = () => {

@@ -66,7 +66,7 @@ export class Connection {
     const { board } = app.data;
     const missed = message.type === "hello" && board && (message.id !== board.id || message.changes !== board.changes);
     if (missed || message.type === "board") await this.openAgain();
-    else if (message.type === "state") app.set(clean(message.state));
+    else if (message.type === "state") app.take(clean(message.state));
     else if (message.type === "doing") this.takeDoing(message);
     else if (message.type === "columns" && message.sequence === app.state.sequence) this.takeColumns(message);
   }
@@ -105,10 +105,10 @@ export class Connection {
     app.draw();
   }
 
-  /** Whoever followed a stream stays at its end when it is over; a page that is opened later begins where something is wrong. */
+  /** Whoever follows a stream is at its end, and stays there when it is over; a page that is opened later begins where something is wrong. */
   private stayAtTheEnd(): void {
     const { app } = this;
-    if (this.streamed && app.ready && app.state.follow && app.data.board.live && !app.data.board.going && app.data.columns) app.set(this.followed());
+    if (this.streamed && app.ready && app.state.follow && app.data.board.live && app.data.columns) app.set(this.followed());
   }
 
   private takeColumns(message: any): void {

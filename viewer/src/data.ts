@@ -68,7 +68,8 @@ export interface Sequence {
   health: Health[];
   headline: string; // what came out, in a sentence
   panels: Panel[];
-  voxels?: boolean;
+  voxels: string[]; // the metrics that voxels have, too
+  opens: number; // the column that a page begins at
 }
 
 export class Data {

@@ -39,16 +39,19 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const header = app.plane(row.plane)?.header;
   const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
   const [parts, panels] = [h("div", {}), h("div", {})];
+  const own = [
+    ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
+    h("dl", {}, fact("mean", say(facts.mean)), fact("median", say(facts.median)), fact("std", say(facts.std)),
+      facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
+    ...curveFacts(app, column, tracks), parts,
+  ];
+  const further = [panels, ...data.sequence.panels.map((each) => panel(app, each))];
   refill(ui.details,
     ...heading(app, row, column),
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
     h("p", { class: "sentence" }, sentence(value, facts, word, missing), h("span", { class: "beyond", "data-value": value })),
-    ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
-    h("dl", {}, fact("mean", say(facts.mean)), fact("median", say(facts.median)), fact("std", say(facts.std)),
-      facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
-    ...curveFacts(app, column, tracks),
-    parts, panels,
-    ...data.sequence.panels.map((each) => panel(app, each)),
+    // Whether an effect can be believed, and where the others are, comes before how the row runs.
+    ...(data.board.kind === "contrast" ? [...further, ...own] : [...own, ...further]),
     h("div", { class: "buttons" },
       h("button", { onclick: () => app.copy(row.name, "The name") }, "Copy name"),
       h("button", { onclick: () => app.copy(app.python(), "Python") }, "Copy Python"),
@@ -94,7 +97,8 @@ function heading(app: App, row: Row, column: number): HTMLElement[] {
   const type = row.plane === "layers" ? data.board.types[row.index] : "voxel";
   const written = piece?.generated ? ", written by the model" : piece?.special ? ", special" : "";
   const place = h("div", { class: "place" }, h("code", { title: row.name }, ...breakable(row.name || "model")), h("span", {}, type));
-  const text = visible(piece?.text ?? "…");
+  const said = piece?.text ?? "…";
+  const text = visible(data.board.kind === "diff" ? said.trim() || said : said);
   // The text of a step is its number.
   return [place, word === "token"
     ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}`))
@@ -126,7 +130,7 @@ async function fillPanels(app: App, row: Row, column: number, key: string, box: 
 /** The strongest voxels of a layer. */
 async function fillParts(app: App, row: Row, column: number, key: string, box: HTMLElement): Promise<void> {
   const { data, state: { metric, sequence } } = app;
-  if ((app.streams && app.state.follow) || row.plane !== "layers" || row.parts < 2 || data.sequence.voxels === false) return;
+  if ((app.streams && app.state.follow) || row.plane !== "layers" || row.parts < 2 || !app.hasVoxels) return;
   const names = (await data.transport.ask("plane", { sequence, metric, plane: row.name }).catch(() => null))?.names;
   const at = names && (await data.values({ metric, plane: row.name, first: column, last: column + 1 }).catch(() => null));
   if (!names || !at || !at.some(Number.isFinite) || !app.screen.is("details", key)) return;

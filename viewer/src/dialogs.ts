@@ -40,12 +40,20 @@ export const KEYS: Key[] = [
   { keys: ["/"], name: "/", does: "find text or a layer", act: (app) => app.ui.search.focus() },
   { keys: ["f"], name: "f", does: "next finding", act: (app) => app.nextFinding() },
   { keys: ["s"], name: "s", does: "choose a sequence", act: (app) => openPicker(app) },
+  { keys: ["PageDown"], name: "PgDn", does: "next sequence", act: (app) => turn(app, 1) },
+  { keys: ["PageUp"], name: "PgUp", does: "previous sequence", act: (app) => turn(app, -1) },
   { keys: [" "], name: "Space", does: "pause or follow", act: (app) => app.viewport.follow() },
   { keys: ["e"], name: "e", does: "export and copy", act: (app) => openMenu(app) },
   { keys: ["t"], name: "t", does: "the same as a table", act: (app) => openTable(app) },
   { keys: ["d"], name: "d", does: "dark or light", act: (app) => app.theme() },
   { keys: ["?"], name: "?", does: "this help", act: (app) => openHelp(app) },
 ];
+
+function turn(app: App, by: number): void {
+  const sequence = app.state.sequence + by;
+  if (sequence >= 0 && sequence < app.data.board.sequences) app.set({ sequence, follow: false });
+  else app.tell(by > 0 ? "This is the last one." : "This is the first one.");
+}
 
 function whatYouSee({ kind, axis, ends }: Board): string {
   const layers = "each row a layer of the model, from its input at the top to its output at the bottom.";
@@ -113,7 +121,15 @@ export function openPicker(app: App): void {
   input.addEventListener("keydown", (event) => {
     if (event.key === "Enter") list.querySelector("button")?.click();
   });
-  openPopup(app, h("div", {}, h("h2", {}, title), input, said, list), title);
+  const content = h("div", {}, h("h2", {}, title), input, said, list);
+  content.addEventListener("keydown", (event) => {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const stops: HTMLElement[] = [input, ...list.querySelectorAll("button")];
+    stops[stops.indexOf(app.root.activeElement as HTMLElement) + by]?.focus();
+  });
+  openPopup(app, content, title);
   void search("");
 }
 

@@ -58,10 +58,16 @@ export function exact(x: number): string {
   return String(+x.toPrecision(9));
 }
 
+// Joiners are part of how Persian, Hindi and emoji are written; anywhere else they are hidden characters.
+const JOINER = /(?<=[\p{L}\p{M}\p{Extended_Pictographic}\p{Emoji_Modifier}])(?<![\p{sc=Latin}\p{sc=Greek}\p{sc=Cyrillic}\u0300-\u036f])[\u200c\u200d](?=[\p{L}\p{M}\p{Extended_Pictographic}])(?![\p{sc=Latin}\p{sc=Greek}\p{sc=Cyrillic}])/gu;
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+
 /** A token's text with blanks, line ends and control characters made visible. */
 export function visible(piece: string, blanks = true): string {
   if (piece === "") return "·";
-  let text = piece.replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g, (each) => {
+  const joiners = new Set(Array.from(piece.matchAll(JOINER), (found) => found.index));
+  let text = piece.replace(HIDDEN, (each, at) => {
+    if (joiners.has(at)) return each;
     if (each === "\n") return "↵";
     if (each === "\t") return "⇥";
     const code = each.charCodeAt(0);

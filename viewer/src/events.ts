@@ -15,7 +15,7 @@ export function listen(app: App, keys: EventTarget): void {
   keys.addEventListener("keydown", (event) => onKey(app, event as KeyboardEvent));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => app.screen.repaint());
   if (app.options.owns)
-    window.addEventListener("hashchange", () => app.set({ ...START, depth: app.state.depth, metric: app.state.metric, ...fromHash(location.hash) }));
+    window.addEventListener("hashchange", () => app.take({ ...START, depth: app.state.depth, metric: app.state.metric, layer: app.state.layer, ...fromHash(location.hash) }));
 }
 
 function onHeat(app: App): void {

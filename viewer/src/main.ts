@@ -51,7 +51,7 @@ function render({ model, el }: { model: KernelModel; el: HTMLElement }): void {
   }));
   model.on("change:state", () => {
     const given = model.get("state");
-    if (JSON.stringify(given) !== JSON.stringify(app.state)) app.set(clean(given));
+    if (JSON.stringify(given) !== JSON.stringify(app.state)) app.take(clean(given));
   });
 }
 

@@ -94,9 +94,22 @@ export class Screen {
     const header = data.board.kind === "run" ? app.plane("layers")?.header : null;
     const hidden = header ? header.missing.map((each) => each === header.columns && each > 0) : [];
     const key = JSON.stringify([data.board.id, data.board.layers.length, state.depth, state.toggled, state.voxels, hidden, state.voxels.map((each) => app.plane(each)?.header?.rows)]);
-    if (!this.once("rows", key)) return;
-    app.rows = app.tree!.rows(state, hidden.every(Boolean) ? [] : hidden);
-    if (hidden.some(Boolean) && app.rows.length && app.rowIndex < 0) app.state = { ...app.state, layer: app.rows[0].name };
+    if (this.once("rows", key)) app.rows = app.tree!.rows(state, hidden.every(Boolean) ? [] : hidden);
+    if (app.rowIndex < 0) this.keepCrosshair();
+  }
+
+  /** Move a crosshair whose row is not shown any more to the nearest layer above it that is. */
+  private keepCrosshair(): void {
+    const { app } = this;
+    const { state, rows, tree, data: { board } } = app;
+    if (!rows.length) return;
+    const layer = state.layer.split("[")[0];
+    const shown = new Set(rows.map((row) => row.name));
+    const plane = layer !== state.layer && shown.has(layer) ? app.plane(layer) : null;
+    if (plane && !plane.header && !plane.failed) return; // the names of its voxels are on their way
+    let at = board.layers.indexOf(layer);
+    while (at >= 0 && !shown.has(board.layers[at])) at = tree!.parents[at];
+    app.state = { ...state, layer: at < 0 ? rows[0].name : board.layers[at] };
   }
 
   private context(canvas: HTMLCanvasElement, height: number, ratio: number): CanvasRenderingContext2D {

@@ -25,14 +25,17 @@ export const START: State = {
   map: "viridis", depth: "blocks", toggled: [], voxels: [], pool: "max", follow: true,
 };
 
-/** What differs from the start, as the part of an address behind "#". */
-export function toHash(state: State): string {
+// What a page may choose for itself when it opens: a link says it always.
+const CHOSEN = ["metric", "layer", "column", "norm", "depth"];
+
+/** What differs from how the page opens, as the part of an address behind "#"; `told` is what the board opens it with. */
+export function toHash(state: State, told: object): string {
   const said = new URLSearchParams();
   for (const key of Object.keys(START) as (keyof State)[]) {
     const value = state[key];
     const text = Array.isArray(value) ? value.join("|") : String(value);
     const start = START[key];
-    if (text !== (Array.isArray(start) ? start.join("|") : String(start))) said.set(key, text);
+    if (CHOSEN.includes(key) || key in told || text !== (Array.isArray(start) ? start.join("|") : String(start))) said.set(key, text);
   }
   return said.toString();
 }

@@ -8,6 +8,8 @@ import { count, h, short, visible } from "./dom";
 
 const [SHOWN, STEP] = [400, 100]; // columns whose texts are on the page, and by how many they move
 
+const CODE = /(‹[0-9a-f ]+›)/; // a character by its code, which stays whole in text from right to left
+
 const [LINE, UNDERLINE] = [24, 7]; // pixels of a line, as in the style sheet, and of the colour below it
 
 export function renderStrip(app: App): void {
@@ -42,7 +44,7 @@ function fill(app: App, first: number, end: number): void {
     const share = scale ? shareOf(scale, decode(header!, row.index, plane!.code(row.index, t))) : NaN;
     const [own, other] = data.board.kind === "diff" ? (piece?.text ?? "").split(" ≠ ") : [piece?.text ?? ""];
     const text = piece ? short(visible(own, false), 200) : "…";
-    const span = h("span", { class: `${piece?.generated ? "g" : ""} ${piece?.special ? "s" : ""} ${other ? "d" : ""}`, title: other && piece!.text.trim(), "data-t": t }, text);
+    const span = h("span", { class: `${piece?.generated ? "g" : ""} ${piece?.special ? "s" : ""} ${other ? "d" : ""}`, title: other && piece!.text.trim(), "data-t": t }, ...text.split(CODE).map((part, i) => (i % 2 ? h("bdi", { dir: "ltr" }, part) : part)));
     if (!Number.isNaN(share)) span.style.setProperty("--c", cssColour(map, share));
     spans.push(span, ...(piece && /\n/.test(piece.text) ? [h("br")] : []));
   }
@@ -50,7 +52,7 @@ function fill(app: App, first: number, end: number): void {
     first > 0 ? h("em", {}, `… ${count(first, data.board.axis)} before `) : "", ...spans,
     end < data.columns ? h("em", {}, ` … ${count(data.columns - end, data.board.axis)} after`) : "");
   ui.strip.onclick = (event) => {
-    const t = (event.target as HTMLElement).dataset?.t;
+    const t = (event.target as HTMLElement).closest<HTMLElement>("[data-t]")?.dataset.t;
     if (t !== undefined) app.goTo(null, Number(t));
   };
 }

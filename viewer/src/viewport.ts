@@ -7,6 +7,7 @@ import { State } from "./state";
 
 export const WIDEST = 200; // pixels of a column
 const [NARROWEST_ROW, TALLEST_ROW] = [8.5, 88]; // every row has room for its name; what does not fit is scrolled to
+const NO_VOXELS: Record<string, string> = { file: "The voxels are not part of this saved page: it would have been too large, or they were not measured." };
 const SMALL = 900; // a page that is narrower has its details below the map
 
 export class Viewport {
@@ -76,14 +77,14 @@ export class Viewport {
     this.keepInView();
   }
 
-  private keepInView(): void {
+  /** Scroll to the crosshair, as far as it is not in view. */
+  keepInView(): void {
     const { app } = this;
     app.screen.render();
     if (app.rowIndex >= 0) this.scroll();
     else this.sought = app.state.layer; // a voxel has a row only when the names of its layer's have come
   }
 
-  /** Scroll to the crosshair, as far as it is not in view. */
   private scroll(): void {
     const { app, scene } = this;
     const { state, rowIndex: row } = app;
@@ -150,7 +151,7 @@ export class Viewport {
     if (state.voxels.includes(layer)) {
       this.app.set({ voxels: state.voxels.filter((each) => each !== layer), layer });
     } else if ((data.board.parts[data.board.layers.indexOf(layer)] ?? 0) > 1) {
-      if (data.sequence.voxels === false) return tell.call(this.app, "The voxels are not part of this saved page: it would have been too large.");
+      if (!this.app.hasVoxels) return tell.call(this.app, NO_VOXELS[data.transport.name] ?? "This was not measured of the voxels of a layer.");
       this.app.set({ voxels: [...state.voxels, layer], layer });
     } else this.app.tell(`${layer} has only one voxel.`);
   }

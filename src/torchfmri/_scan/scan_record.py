@@ -500,8 +500,12 @@ class Scan(PictureMethods):
 
     def _board(self, columns: Sequence[int] | None = None) -> ScanBoard:
         """Return what the viewer shows of this scan: all layers, or those of some columns."""
-        known = [Entry(e.name, e.tokens, e.condition, e.text) for e in self._sequences.entries]
-        return ScanBoard(self, known, self.folder, columns)
+
+        def listed() -> list[Entry]:
+            entries = self._sequences.entries
+            return [Entry(e.name, e.tokens, e.condition, e.text) for e in entries]
+
+        return ScanBoard(self, listed, self.folder, columns)
 
     # -- on disk ---------------------------------------------------------------------------------
 

@@ -204,6 +204,14 @@ class Board(ABC):
         """
         return None
 
+    def voxels(self, sequence: int) -> Sequence[str]:
+        """The metrics that voxels have, too."""
+        return [each.name for each in self.metrics(sequence)]
+
+    def opens(self, sequence: int) -> int:
+        """The column that a page begins at if nothing else is asked for."""
+        return 0
+
     def overlay(self, sequence: int) -> Overlay | None:
         """What is drawn over the colours; None for nothing."""
         return None

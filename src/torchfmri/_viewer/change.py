@@ -117,18 +117,21 @@ def change_sentence(
     elif lengths[0] != lengths[1]:
         lead = f"Over the {plural(both, axis)} that both have, "
     many = plural(len(layers), "layer")
+    differs, same_is = ("differ", "are") if metric.endswith("s") else ("differs", "is")
     if change.most is not None:
-        said = f"{metric} differs in {change.count} of {many}, most in {layers[change.most]}"
+        name = layers[change.most]
+        most = f"layer {name}" if name.isdigit() else name  # as those of nn.Sequential are called
+        said = f"{metric} {differs} in {change.count} of {many}, most in {most}"
         said += f", by {100 * change.share:.2g} %" if change.share else ""
         if change.rounded:
             said += f"; {change.rounded} more differ by rounding alone"
     elif change.rounded:
-        said = f"{metric} is the same in {many} up to rounding"
+        said = f"{metric} {same_is} the same in {many} up to rounding"
         said += f" (at most {100 * change.largest:.2g} % apart)"
     elif lead:
-        said = f"{metric} is the same in {many}"
+        said = f"{metric} {same_is} the same in {many}"
     else:
-        return f"No difference: {metric} is the same in {many}."
+        return f"No difference: {metric} {same_is} the same in {many}."
     return f"{lead or said[:1].upper()}{said if lead else said[1:]}.{tail}"
 
 

@@ -124,6 +124,8 @@ class Desk:
             "columns": board.length(index),
             "overlay": None if overlay is None else vars(overlay),
             "live": board.live,
+            "voxels": list(board.voxels(index)),
+            "opens": board.opens(index),
             "metrics": [vars(each) for each in board.metrics(index)],
             "tracks": [vars(each) for each in board.tracks(index)],
             "headline": board.headline(index),

@@ -121,6 +121,11 @@ class DiffBoard(Board):
             for each in found
         ]
 
+    def voxels(self, sequence: int) -> Sequence[str]:
+        """The metrics that the voxels of both have."""
+        first, second = (each.voxels(sequence) for each in self._pair)
+        return [each for each in second if each in first]
+
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """The curves of the second, then those of the first beside them."""
         before, after = self._titles()
@@ -231,45 +236,57 @@ class DiffBoard(Board):
     @property
     def start(self) -> Mapping[str, Any]:
         """The page opens at the largest change, else at the first column that is not the same."""
-        found = self._change(0) if self.entries() else None
-        if found is None:
+        change = self._change(0) if self.entries() else None
+        if change is None:
             return {}
+        found, layers = change
         if found.most is None:
             same = self._same(0)
             parts = same < min(each.length(0) for each in self._pair)
             return {"column": same} if parts else {}
-        return {"layer": self._both[found.most], "column": found.column}
+        return {"layer": layers[found.most], "column": found.column}
 
     def headline(self, sequence: int) -> str:
         """How many layers differ, and which most."""
-        found = self._change(sequence)
-        if found is None:
+        change = self._change(sequence)
+        if change is None:
             return ""
+        found, layers = change
         first, second = (each.length(sequence) for each in self._pair)
         return change_sentence(
-            found, self._metric(sequence).title.lower(), self._both, axis=self.axis,
+            found, self._metric(sequence).title.lower(), layers, axis=self.axis,
             same=self._same(sequence), lengths=(first, second),
         )  # fmt: skip
 
     def _metric(self, sequence: int) -> Metric:
         return next(each for each in self.metrics(sequence) if each.shown)
 
-    def _change(self, sequence: int) -> BoardChange | None:
-        """What differs of the first metric, as far as the columns are the same; None: no values."""
-        if not any(each.shown for each in self.metrics(sequence)) or not self._both:
+    def _change(self, sequence: int) -> tuple[BoardChange, list[str]] | None:
+        """What differs of the first metric, as far as the columns are the same, in which layers.
+
+        Only layers of which it was measured in both count: parameters have no activations.
+        None: there are no values.
+        """
+        if not any(each.shown for each in self.metrics(sequence)):
             return None
         name = self._metric(sequence).name
         end = self._same(sequence) or min(each.length(sequence) for each in self._pair)
         absent = self.missing(sequence, name, LAYERS)
-        if absent is not None:
-            absent = absent[:end, [self._names.index(each) for each in self._both]]
+        place = {each: at for at, each in enumerate(self._names)}
+        both = [
+            each for each in self._both if absent is None or not absent[:end, place[each]].all()
+        ]
+        if not both:
+            return None
         first, second = (
             np.asarray(board.values(sequence, name, LAYERS))[
-                :end, [board.layers.index(each) for each in self._both]
+                :end, [board.layers.index(each) for each in both]
             ]
             for board in self._pair
         )
-        return find_change(first, second, absent)
+        kept = None if absent is None else absent[:end, [place[each] for each in both]]
+        found = find_change(first, second, kept)
+        return None if found is None else (found, both)
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """The layers that are not in both."""

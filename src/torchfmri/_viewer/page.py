@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from torchfmri._viewer.board import LAYERS, TRACKS, Board
-from torchfmri._viewer.desk import CHUNK, Desk, DeskQuestion, to_json
+from torchfmri._viewer.desk import CHUNK, Desk, to_json
 from torchfmri._viewer.tiles import Plane
 
 VOXEL_BYTES = 10 << 20
@@ -129,22 +129,20 @@ def _answers(desk: Desk, sequence: int) -> Iterator[tuple[str, Any]]:
     key, described = put("sequence", sequence=sequence)
     metrics = [each["name"] for each in described["metrics"]]
     planes = [LAYERS, *_voxel_planes(desk, sequence, metrics)]
-    described["voxels"] = len(planes) > 1
+    # What compares layers is computed when it is read: for voxels that is left to a server.
+    signed = {each["name"] for each in described["metrics"] if each["signed"]}
+    whole = described["voxels"] if len(planes) > 1 else []
+    described["voxels"] = [each for each in whole if each not in signed]
     yield key, described
     for chunk in range(-(-described["columns"] // CHUNK)):
         yield put("columns", sequence=sequence, chunk=chunk)
-    # What compares layers is computed when it is read: for voxels that is left to a server.
-    signed = {each["name"] for each in described["metrics"] if each["signed"]}
     asked = [
         (metric, name) for metric in metrics for name in planes
-        if name == LAYERS or metric not in signed
+        if name == LAYERS or metric in described["voxels"]
     ]  # fmt: skip
     for metric, name in [("tracks", TRACKS), *asked]:
         place = {"sequence": sequence, "metric": metric, "plane": name}
-        try:
-            yield put("plane", **place)
-        except DeskQuestion:
-            continue  # a metric that voxels do not have
+        yield put("plane", **place)
         plane: Plane = desk.plane(sequence, metric, name)[0]
         for level in range(plane.levels):
             for x in range(max(1, -(-plane.columns // (256 << level)))):

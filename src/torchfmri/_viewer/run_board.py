@@ -26,6 +26,7 @@ from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.tiles import Table
+from torchfmri.exceptions import FileFormatError
 from torchfmri.statistics import Statistics
 
 _WHAT = {
@@ -201,10 +202,13 @@ class RunBoard(Board):
         self._path = path and path.absolute()
         self._runs: dict[str, ViewedRun] = {} if run is None else {"this process": run}
         self._read: set[Path] = set()
+        self._damaged: list[tuple[str, FileFormatError]] = []
         self._lock = threading.Lock()
         self._going = path is None and run is not None
         if path is not None:
             self.refresh()
+            if self._damaged and not any(each.numbers for each in self._runs.values()):
+                raise self._damaged[0][1]
 
     @property
     def id(self) -> str:
@@ -239,7 +243,14 @@ class RunBoard(Board):
         models = list(dict.fromkeys(printable(r.model) for r in self._runs.values() if r.model))
         python = repr(str(self._path)) if self._path else "monitor.history"
         title = self._path.name if self._path else "training"
-        return {"title": title, "model": " and ".join(models), "notes": [], "python": python}
+        problems = [printable(f"{name}: {error}") for name, error in self._damaged]
+        return {
+            "title": title,
+            "model": " and ".join(models),
+            "notes": [f"not read: {each}" for each in problems],
+            "problems": problems,
+            "python": python,
+        }
 
     def entries(self) -> Sequence[Entry]:
         """The runs."""
@@ -326,13 +337,17 @@ class RunBoard(Board):
                     newest = max([newest, *(file.stat().st_mtime for file in files[-1:])])
                 for file in files:
                     if file not in self._read:
-                        run.extend(History.load(file))
                         self._read.add(file)
+                        try:
+                            run.extend(History.load(file))
+                        except FileFormatError as error:  # the others can be shown
+                            self._damaged.append((name, error))
             self._going = time.time() - newest < FRESH
             return (self._shape(), self._going) != before
 
-    def _shape(self) -> list[tuple[str, int, int]]:
-        return [(name, len(run.series), len(run.findings)) for name, run in self._runs.items()]
+    def _shape(self) -> tuple[Any, ...]:
+        runs = [(name, len(run.series), len(run.findings)) for name, run in self._runs.items()]
+        return (*runs, len(self._damaged))
 
     def _run(self, sequence: int) -> ViewedRun:
         return list(self._runs.values())[sequence]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ MOST_BODY = 64 << 10
 """Bytes of a question."""
 MOST_CLIENTS = 32
 Asked = Callable[[str], None]
+_PORT = re.compile(r":\d+$")
+"""Behind the name in a Host; browsers leave out that of HTTP itself."""
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -105,7 +108,7 @@ class Site:
         headers = {
             key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
         }
-        name = headers.get("host", "").rpartition(":")[0].strip("[]")
+        name = _PORT.sub("", headers.get("host", "")).strip("[]")
         if not self._remote and name not in LOOPBACK:
             return 403, "This server answers to this machine's own names only."
         origin = headers.get("origin")

@@ -56,6 +56,25 @@ def cell_panels(
         yield _lens(sequence, column, lens, spelling)
 
 
+class Spelling(dict[int, str]):
+    """Token id -> text, of any token.
+
+    Args:
+        known: The tokens of a text.
+        tokenizer: Spells all others.
+    """
+
+    def __init__(self, known: Mapping[int, str], tokenizer: Any) -> None:
+        super().__init__(known)
+        self._tokenizer = tokenizer
+
+    def get(self, token: int, default: Any = None) -> Any:
+        """Return the text of a token; what the text at hand does not have is decoded."""
+        if token not in self:
+            self[token] = self._tokenizer.decode([token])
+        return self[token]
+
+
 def _near(found: Mapping[str, NDArray[Any]], layer: str) -> tuple[str, NDArray[Any]] | None:
     """Return the attention that a layer is, is part of, or has inside as the only one."""
     above = [name for name in found if f"{layer}.".startswith(f"{name}.")]

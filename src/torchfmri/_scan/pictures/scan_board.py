@@ -8,16 +8,18 @@ of the model "not measured": a user who looks for a NaN would not be shown it.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.pictures.cell_panels import cell_panels
+from torchfmri._scan.pictures.cell_panels import Spelling, cell_panels
+from torchfmri._scan.pictures.curves import CURVES, curve_values, curves_of
 from torchfmri._scan.pictures.summary import failed_checks
 from torchfmri._scan.pictures.token_texts import token_columns, tokens_sentence
 from torchfmri._scan.record.anatomy import Anatomy
@@ -49,16 +51,9 @@ _METRICS = (
     ),
 )  # fmt: skip
 METRICS = {each.name: each for each in _METRICS}
-_CURVES = (
-    Metric("surprisal", "Surprisal", "How unexpected the token was.", "nats"),
-    Metric("entropy", "Entropy", "How undecided the model was before it.", "nats"),
-    Metric(
-        "gradient_norm", "Gradient norm", "Norm of this token's gradient, all layers together.",
-        "norm of dL/d parameters",
-    ),
-)  # fmt: skip
-CURVES = {each.name: each for each in _CURVES}
 _KEPT = 4
+LOOK = 5.0
+"""Seconds between looks at the folder of a scan that somebody may be adding to."""
 
 
 class Scanned(Protocol):
@@ -84,7 +79,7 @@ class ScanBoard(Board):
 
     Args:
         scan: What is shown.
-        entries: What is known of its sequences without reading them.
+        listed: Lists what is known of its sequences without reading them.
         path: Where it is stored, for "copy Python".
         layers: The columns of the layers that are shown; all by default.
         panels: Further panels.
@@ -96,13 +91,14 @@ class ScanBoard(Board):
     def __init__(
         self,
         scan: Scanned,
-        entries: Sequence[Entry],
+        listed: Callable[[], Sequence[Entry]],
         path: Path | None = None,
         layers: Sequence[int] | None = None,
         panels: Sequence[Panel] = (),
     ) -> None:
         self.scan, self.path = scan, path
-        self._entries, self._panels = list(entries), tuple(panels)
+        self._listed, self._entries, self._panels = listed, list(listed()), tuple(panels)
+        self._lock, self._looked = threading.Lock(), time.monotonic()
         count = len(scan.anatomy.layers)
         self._chosen = list(range(count)) if layers is None else list(layers)
         self._names = [layer_label(scan.anatomy.layers[each]) for each in self._chosen]
@@ -157,6 +153,17 @@ class ScanBoard(Board):
         """Return how many tokens a sequence has."""
         return self._entries[sequence].columns
 
+    def refresh(self) -> bool:
+        """Look for sequences that were added to the folder."""
+        with self._lock:
+            if time.monotonic() - self._looked < LOOK:
+                return False
+            self._looked = time.monotonic()
+            added = self.scan.refresh() > 0
+            if added:
+                self._entries = list(self._listed())
+            return added
+
     def reading(self, sequence: int) -> Reading:
         """Return one sequence; the last few stay in memory."""
         if sequence not in self._readings:
@@ -170,17 +177,18 @@ class ScanBoard(Board):
         """Return what was measured per layer."""
         return [METRICS[name] for name in self.reading(sequence).metrics if name in METRICS]
 
+    def voxels(self, sequence: int) -> Sequence[str]:
+        """Return what was measured per voxel, too."""
+        return metrics_of(self.reading(sequence).sequence, "voxel")
+
+    def opens(self, sequence: int) -> int:
+        """Return the first token that the model wrote."""
+        written = self._written(sequence)
+        return int(written.argmax()) if written.any() else 0
+
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """Surprisal, entropy, and the norm of the token's gradient where it was measured."""
-        measured = "learning_cost" in self.reading(sequence).sequence.layers
-        tokens = self.reading(sequence).sequence.tokens
-        tops = {"surprisal": tokens.surprisal, "entropy": tokens.entropy}
-        # A prompt may surprise far more than an answer, whose bars could not be read beside it.
-        return [
-            replace(each, top=_largest(tops[name][tokens.generated])) if name in tops else each
-            for name, each in CURVES.items()
-            if measured or name != "gradient_norm"
-        ]
+        return curves_of(self.reading(sequence).sequence)
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
         """Return the texts of some tokens."""
@@ -190,7 +198,7 @@ class ScanBoard(Board):
         """Return (token, row) the values of a plane."""
         reading = self.reading(sequence)
         if plane == TRACKS:
-            return _curves(reading.sequence, [each.name for each in self.tracks(sequence)])
+            return curve_values(reading.sequence)
         if plane == LAYERS:
             table = reading.whole(metric)
             everything = len(self._chosen) == table.shape[1]
@@ -355,39 +363,10 @@ class ScanBoard(Board):
     def _spell(self, sequence: ScannedSequence) -> Mapping[int, str]:
         """Return the tokens of a sequence by id, and all others if there is a tokenizer."""
         known = dict(zip(sequence.tokens.ids.tolist(), sequence.tokens.pieces, strict=True))
-        return known if self.tokenizer is None else _Spelling(known, self.tokenizer)
+        return known if self.tokenizer is None else Spelling(known, self.tokenizer)
 
     def _layer(self, label: str) -> str:
         return self.scan.anatomy.layers[self._chosen[self._names.index(label)]]
-
-
-class _Spelling(dict[int, str]):
-    """Token id -> text, of any token."""
-
-    def __init__(self, known: Mapping[int, str], tokenizer: Any) -> None:
-        super().__init__(known)
-        self._tokenizer = tokenizer
-
-    def get(self, token: int, default: Any = None) -> Any:
-        """Return the text of a token; what the text at hand does not have is decoded."""
-        if token not in self:
-            self[token] = self._tokenizer.decode([token])
-        return self[token]
-
-
-def _curves(sequence: ScannedSequence, names: Sequence[str]) -> NDArray[np.float32]:
-    curves = {"surprisal": sequence.tokens.surprisal, "entropy": sequence.tokens.entropy}
-    if "gradient_norm" in names:
-        costs = np.asarray(sequence.layers["learning_cost"], np.float64)
-        known = np.isfinite(costs)
-        total = np.sqrt((np.where(known, costs, 0.0) ** 2).sum(1))
-        curves["gradient_norm"] = np.where(known.any(1), total, np.nan).astype(np.float32)
-    return np.stack([curves[name] for name in names], 1)
-
-
-def _largest(values: NDArray[np.floating[Any]]) -> float:
-    """Return the largest finite value, 0 if there is none."""
-    return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def _silent(table: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:

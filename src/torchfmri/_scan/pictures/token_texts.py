@@ -34,18 +34,20 @@ def token_columns(tokens: Tokens, first: int, last: int) -> dict[str, Any]:
 
 
 def tokens_sentence(tokens: Tokens) -> str:
-    """What a model read and wrote, and which of it was expected least; empty if that is unknown."""
+    """What a model read and wrote, and which of it was expected least, if that is known."""
     count, written = len(tokens.ids), int(tokens.generated.sum())
+    if not count:
+        return ""
+    told = f"The model read {plural(count - written, 'token')}"
+    told += f" and wrote {written:,}" if written else ""
     judged = (tokens.generated | (written == 0)) & np.isfinite(tokens.surprisal) & ~tokens.special
     if int(judged.sum()) < 2:
-        return ""
+        return f"{told}."
     least = int(np.where(judged, tokens.surprisal, -np.inf).argmax())
     text = " ".join(printable(token_columns(tokens, least, least + 1)["pieces"][0]).split())
     if not text:
-        return ""
+        return f"{told}."
     short = text if len(text) <= _SPELT else text[:_SPELT] + "…"
-    told = f"The model read {plural(count - written, 'token')}"
-    told += f" and wrote {written:,}" if written else ""
     chance = float(np.exp(-np.float64(tokens.surprisal[least])))
     if chance > 0.5:
         return f"{told}."  # a token that was likely was not unexpected

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.pictures.scan_board import CURVES, METRICS, ScanBoard
+from torchfmri._scan.pictures.curves import CURVES
+from torchfmri._scan.pictures.scan_board import METRICS, ScanBoard
 from torchfmri._scan.pictures.token_texts import token_columns
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.scan_record import Scan
-from torchfmri._viewer import LAYERS, TRACKS, Entry, GrowingTable, Health, Metric, Panel
+from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, GrowingTable, Health, Metric, Panel
 
 TELL_EVERY = 0.1
 """Seconds for which the tokens of a fast model wait to be shown together: a page that is drawn ten
@@ -58,13 +59,14 @@ class LiveBoard(ScanBoard):
     """
 
     live = True
+    refresh = Board.refresh  # it is told what is new, and must not look for it: that takes time
 
     def __init__(
         self, anatomy: Anatomy, meta: Mapping[str, Any],
         changed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._done: list[ScannedSequence] = []
-        super().__init__(Scan(anatomy, self._done, meta), [])
+        super().__init__(Scan(anatomy, self._done, meta), list)
         self._coming: _Coming | None = None
         self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
@@ -126,6 +128,11 @@ class LiveBoard(ScanBoard):
         """Activations alone, until the sequence is finished."""
         live = self._now(sequence) is not None
         return [METRICS["activation"]] if live else super().metrics(sequence)
+
+    def voxels(self, sequence: int) -> Sequence[str]:
+        """Activations, too, until the sequence is finished."""
+        live = self._now(sequence) is not None
+        return ["activation"] if live else super().voxels(sequence)
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """Surprisal and entropy; the gradient's norm when it is known."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._text import layer_label, shorten, star
-from torchfmri.visualization import axes_or_new, escape
+from torchfmri.visualization import axes_or_new, escape, write_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -276,11 +276,6 @@ def _write(ax: Axes, contrast: Contrast, wide: float, pooled: str) -> None:
     lines = wrap(contrast.summary.partition(": ")[2], int(17 * wide))
     lines += wrap(f"{_LEGEND}{pooled}", int(17 * wide))
     pad = 6 + 11 * len(lines)
-    ax.set_title(
-        escape(f"{contrast.model}: {contrast.question}" if contrast.model else contrast.question),
-        fontsize=11, loc="left", fontweight="bold", pad=pad,
-    )  # fmt: skip
-    ax.annotate(
-        escape("\n".join(lines)), (0, 1), xycoords="axes fraction", xytext=(0, 5),
-        textcoords="offset points", fontsize=8, color=_GREY, va="bottom", annotation_clip=False,
-    )  # fmt: skip
+    title = f"{contrast.model}: {contrast.question}" if contrast.model else contrast.question
+    ax.set_title(escape(title), fontsize=11, loc="left", fontweight="bold", pad=pad)
+    write_above(ax, "\n".join(lines), 5, fontsize=8, color=_GREY, va="bottom")

@@ -55,7 +55,13 @@ from torchfmri._model.optimizer_steps import (
     check_optimizers,
     needs_closure,
 )
-from torchfmri._model.patterns import check_names, match_names, nearest_names, not_found
+from torchfmri._model.patterns import (
+    check_names,
+    match_all,
+    match_names,
+    nearest_names,
+    not_found,
+)
 from torchfmri._model.place_names import names_in_block, parse_place
 from torchfmri._model.place_table import place_table, stored_layers
 from torchfmri._model.places import input_layers, places_of

@@ -31,7 +31,7 @@ class Progress:
         self._title, self._total, self._done = title, total, 0
         self._log_seconds, self._logged = log_seconds, time.monotonic()
         terminal = bool(getattr(sys.stderr, "isatty", lambda: False)())
-        self._visible = terminal or _in_notebook()  # a cell's output understands "\r" as well
+        self._visible = terminal or in_notebook()  # a cell's output understands "\r" as well
         self._start = time.monotonic()
         self._width = 0
 
@@ -74,7 +74,8 @@ class Progress:
             self._width = display_width(text)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Return whether the program runs in a notebook, which shows standard error and pictures."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 

@@ -21,6 +21,7 @@ from torchfmri.visualization._figure import (
     draw_legend,
     escape,
     line_look,
+    write_middle,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
     _write_depths(ax, lines)
     draw_legend(ax)
     if not any(np.isfinite(line.middle).any() for line in lines):
-        ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color=GREY)
+        write_middle(ax, "no values", color=GREY)
     return ax
 
 

@@ -91,16 +91,10 @@ def label_tokens(ax: Axes, tokens: TokenTrack, inches: float, remarks: Sequence[
         size = min(6.5, 72 * inches / max(len(places), 1) * 0.86)
     fonts = fonts_for(texts)
     upright = 72 * inches / max(len(places), 1) < 2 * size
-    look = {"rotation": 90} if upright else {
-        "rotation": 55, "ha": "right", "rotation_mode": "anchor"
-    }  # fmt: skip
-    ax.set_xticks(
-        places,
-        [escape(fonts.writable(text)) for text in texts],
-        fontsize=size,
-        fontfamily=fonts.families,
-        **look,
-    )
+    look: dict[str, Any] = {"fontsize": size, "fontfamily": fonts.families, "rotation": 90}
+    if not upright:
+        look |= {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
+    ax.set_xticks(places, [escape(fonts.writable(text)) for text in texts], **look)
     ax.tick_params(axis="x", length=0, pad=STRIP_POINTS + 3)
     for place, label in zip(places, ax.get_xticklabels(), strict=True):
         if every == 1 and tokens.special[place]:
@@ -132,11 +126,9 @@ def draw_strip(ax: Axes, tokens: TokenTrack) -> None:
     height = STRIP_POINTS / 72
     for start, end, generated in spans(tokens.generated):
         colour = BLUE if generated else _PROMPT
-        strip = Rectangle(
-            (start - 0.5, -height - 1.5 / 72), end - start, height,
-            transform=place, clip_on=False, color=colour, linewidth=0,
-        )  # fmt: skip
-        ax.add_patch(strip)
+        look: dict[str, Any] = {"color": colour, "linewidth": 0, "clip_on": False}
+        corner = (start - 0.5, -height - 1.5 / 72)
+        ax.add_patch(Rectangle(corner, end - start, height, transform=place, **look))
 
 
 def draw_surprisal(ax: Axes, tokens: TokenTrack) -> Axes:
@@ -161,10 +153,10 @@ def draw_surprisal(ax: Axes, tokens: TokenTrack) -> Axes:
     for start, end, generated in spans(tokens.generated):
         word = "generated" if generated else "prompt"
         if (end - start) * 25 >= len(tokens):
+            colour, onto = BLUE if generated else GREY, track.get_xaxis_transform()
             track.text(
-                start - 0.4, 1.0, word, fontsize=7, color=BLUE if generated else GREY, va="bottom",
-                transform=track.get_xaxis_transform(),
-            )  # fmt: skip
+                start - 0.4, 1.0, word, fontsize=7, color=colour, va="bottom", transform=onto
+            )
     return track
 
 

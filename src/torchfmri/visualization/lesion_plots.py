@@ -171,13 +171,13 @@ class PatchPicture(NamedTuple):
 
 def draw_patches(figure: Figure, picture: PatchPicture) -> None:
     """Draw the scores of patches as one image."""
+    from matplotlib.colors import Normalize
+
     ax = figure.subplots()
     limit = max(1.0, float(np.nanmax(np.abs(picture.score))))
     ax.set_facecolor("#b8b8b8")
-    image = ax.imshow(
-        np.ma.masked_invalid(picture.score), aspect="auto", interpolation="nearest",
-        cmap="RdBu_r", vmin=-limit, vmax=limit,
-    )  # fmt: skip
+    scores, norm = np.ma.masked_invalid(picture.score), Normalize(-limit, limit)
+    image = ax.imshow(scores, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
     step = -(-len(picture.names) // 45)
     shown = range(0, len(picture.names), step)
     ax.set_yticks(list(shown), [escape(picture.names[each]) for each in shown], fontsize=7)

@@ -34,9 +34,9 @@ _NODES = {
     "ClampMinBackward0": "relu", "ThresholdBackward0": "relu",
 }  # fmt: skip
 _PASSING = (
-    "View", "Reshape", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Flatten",
-    "Expand", "Slice", "Select", "Alias", "NativeDropout",
-)  # fmt: skip
+    *("View", "Reshape", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ToCopy", "Clone"),
+    *("Flatten", "Expand", "Slice", "Select", "Alias", "NativeDropout"),
+)
 
 
 _POOLING = ("Mean", "AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", "Max", "Amax")

@@ -31,10 +31,8 @@ _LOGIT_NAMES = (
     "expand transpose permute clone _to_copy softcap tanh contiguous"
 )
 _KEEPS_LOGITS = frozenset(_LOGIT_NAMES.split())
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_ATTENTION = tuple(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS)
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 # Losses that compare output and target number by number.
 _NUMBER_BY_NUMBER = ("binary_cross_entropy", "mse_loss")

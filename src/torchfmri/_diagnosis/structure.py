@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from torchfmri._model import each_once, named_layers, named_parameters, unwrap
 
 MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
-NORM_LAYERS = (
-    nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm,
-    *((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
-)  # fmt: skip
+_RMS_NORM = (nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()
+_BATCH_NORM = nn.modules.batchnorm._NormBase
+NORM_LAYERS = (nn.LayerNorm, nn.GroupNorm, _BATCH_NORM, nn.LocalResponseNorm, *_RMS_NORM)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ from torchfmri.statistics import Statistics
 
 # What is stored of each series at each step; the rest of a Statistics is derived from these.
 STORED = (
-    "count", "mean", "squared_deviations", "min", "max", "nan", "pos_inf", "neg_inf", "zero",
-    "subnormal",
-)  # fmt: skip
+    *("count", "mean", "squared_deviations", "min", "max"),
+    *("nan", "pos_inf", "neg_inf", "zero", "subnormal"),
+)
 FIELDS = (
-    "count", "mean", "std", "min", "max", "abs_max", "l2", "rms", "nan", "inf", "pos_inf",
-    "neg_inf", "zero", "subnormal",
-)  # fmt: skip
+    *("count", "mean", "std", "min", "max", "abs_max", "l2", "rms"),
+    *("nan", "inf", "pos_inf", "neg_inf", "zero", "subnormal"),
+)
 COUNTS = frozenset({"count", "nan", "inf", "pos_inf", "neg_inf", "zero", "subnormal"})
 UPDATES = "updates"
 UPDATE_SAMPLE = 16_384

@@ -148,9 +148,12 @@ class TrainingRun:
         first, begun = self._resume(), time.perf_counter()
         variant, plan = VARIANTS[self._plan.variant], self._plan
         dynamics = LearningDynamics(
-            self._model, *self._optimizers, meta_loss=variant.meta_loss, signal=variant.signal,
+            self._model,
+            *self._optimizers,
+            meta_loss=variant.meta_loss,
+            signal=variant.signal,
             mode=variant.mode,
-        )  # fmt: skip
+        )
         with dynamics:
             train = TrainingStep(self._model, dynamics, self._device)
             for step in range(first, plan.steps):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from torchfmri._lens.lens import entropy_of
 from torchfmri._model import named_layers
 from torchfmri._torch import Attached, Hook, flatten
 
@@ -92,6 +92,5 @@ class RouterReader(Attached):
             shapes = [tuple(each.shape) for each in tensors]
             self._missed(name, f"experts: it returns {shapes}, without weights or without logits")
             return
-        logs = logits[0].float().log_softmax(-1)
-        entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
+        entropy = entropy_of(logits[0].float().log_softmax(-1))
         self._found(ExpertRouting(layer=name, ids=ids, weights=weights[-1], entropy=entropy))

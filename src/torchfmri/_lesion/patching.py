@@ -230,7 +230,7 @@ def patch(
         clean=metrics[0],
         corrupted=metrics[1],
         patched=np.array(patched).reshape(len(targets), len(groups)),
-        unmatched=un_matched_tokens(tokenizer, asked, matched),
+        unmatched=_unmatched_tokens(tokenizer, asked, matched),
         to="" if way is None else way.name,
         unreached=() if way is None else way.unreached(targets),
     )
@@ -301,9 +301,10 @@ def _token_label(tokenizer: Any, ids: Tensor, position: int) -> str:
     return f"{position} {text!r}"
 
 
-def un_matched_tokens(
+def _unmatched_tokens(
     tokenizer: Any, asked: Sequence[LesionQuestion], pairs: Pairs
 ) -> tuple[str, ...]:
+    """Return the tokens of each prompt that are in no pair, with their positions."""
     missing = []
     for side, (question, name) in enumerate(zip(asked, ("clean", "corrupted"), strict=True)):
         known = {each[side] for each in pairs}

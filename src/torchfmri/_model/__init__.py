@@ -18,7 +18,7 @@ from torchfmri._model.backward_pass import (
 from torchfmri._model.block_places import Place
 from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
 from torchfmri._model.copies import TrainingCopies, copy_training, shared_outside
-from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
+from torchfmri._model.factory import FORM, Subject, find_factory, kinds_of, load_subject
 from torchfmri._model.forward_pass import (
     TARGET_NAMES,
     WITH_TARGET,

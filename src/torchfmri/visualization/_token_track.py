@@ -27,6 +27,7 @@ _PROMPT = "#b9b9b9"
 _VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "↵", " ": "␣"}
 TRACK_INCHES = 0.42
 STRIP_POINTS = 4.0
+_AROUND = 3  # tokens before and after one that is shown in its context
 
 
 class TokenTrack(NamedTuple):
@@ -189,13 +190,13 @@ def spans(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int, bool]]:
     return [(start, end, bool(flags[start])) for start, end in pairwise(edges)]
 
 
-def in_context(pieces: Sequence[str], index: int, around: int = 3) -> str:
+def in_context(pieces: Sequence[str], index: int) -> str:
     """Return a token with those next to it, itself in brackets."""
-    before = "".join(pieces[max(index - around, 0) : index])
-    after = "".join(pieces[index + 1 : index + 1 + around])
+    before = "".join(pieces[max(index - _AROUND, 0) : index])
+    after = "".join(pieces[index + 1 : index + 1 + _AROUND])
     parts = [shorten(token_label(part, 40), 40) if part.strip() else "" for part in (before, after)]
-    head = "… " if index > around else ""
-    tail = " …" if index + 1 + around < len(pieces) else ""
+    head = "… " if index > _AROUND else ""
+    tail = " …" if index + 1 + _AROUND < len(pieces) else ""
     return f"{head}{parts[0]} [{token_label(pieces[index])}] {parts[1]}{tail}".strip()
 
 

@@ -449,11 +449,11 @@ def _require_values(tensor: Tensor) -> None:
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         reason = "is not initialized yet. Run the model once first."
     elif is_transformed(tensor):
-        reason = "belongs to a torch.func transform. Read it outside of vmap and grad."
+        reason = "belongs to a torch.func transform. Read it outside vmap and grad."
     elif tensor.device.type == "meta":
         reason = "is on the meta device. Move the model to a real one first."
     elif type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
-        reason = f"is a {type(tensor).__name__}. Run outside of tracing."
+        reason = f"is a {type(tensor).__name__}. Run outside tracing."
     else:
         return
     raise InspectionError(f"The tensor has no values to read: it {reason}")

@@ -155,7 +155,7 @@ class NormLog:
 
 
 def normalises_one(module: nn.Module, values: Tensor) -> bool:
-    """Whether a norm layer takes each mean over a single number: it returns its bias, always."""
+    """Whether a norm layer takes each mean over a single number, and so always returns its bias."""
     if isinstance(module, nn.LayerNorm):
         return math.prod(module.normalized_shape) == 1
     if isinstance(module, nn.GroupNorm) and values.ndim > 1:

@@ -82,7 +82,7 @@ def loss_facts(
 def _range_left(
     watcher: Watcher, seen: LossWatch, function: str, target: Tensor | None
 ) -> tuple[str, float, str]:
-    # The function whose range most targets are outside of, what share of them is, and the range.
+    # The function whose range does not hold most targets, what share of them is, and the range.
     outside = 0.0 if target is None else share_outside(function, target)
     reach = RANGES[function][0] if function in RANGES else ""
     detailed = watcher.last_detailed

@@ -26,7 +26,7 @@ _MEAN = 1
 
 
 class LossWatch:
-    """Notes what the operations of one step tell about the loss.
+    """Notes what the operations of one step show about the loss.
 
     Attributes:
         classes: The number of classes of the cross entropy, if there is one.
@@ -186,7 +186,7 @@ def _are_probabilities(values: Tensor) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tensors are the same numbers in memory."""
+    """Whether two tensors share the same numbers in memory."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return False
     return one.data_ptr() == other.data_ptr()

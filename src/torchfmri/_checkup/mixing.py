@@ -99,5 +99,5 @@ def _takes_batch_statistics(model: nn.Module) -> bool:
 
 
 def _is_square(model: nn.Module, count: int) -> bool:
-    """Whether it holds a matrix of all samples by all samples, such as the edges of a graph."""
+    """Whether the model holds a matrix of all samples by all samples, such as a graph's edges."""
     return any(tuple(each.shape).count(count) > 1 for each in model.buffers())

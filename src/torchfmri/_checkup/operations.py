@@ -42,10 +42,10 @@ _COPIES = frozenset(["clone", "_to_copy", "contiguous", "_unsafe_view"])
 
 
 class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what the operations of one step tell.
+    """Notes what the operations of one step show about the model.
 
     Args:
-        where: The layer that is running, "" outside of the model.
+        where: The layer that is running, "" outside the model.
         step: The number of the step.
         notes: Takes down what fails in here.
         samples: How many samples the batch has; 0 if another axis is as long.

@@ -3,8 +3,8 @@
 `ContrastTrial` calls them for a block of columns; they return a `Tested`, whose fields are those of
 a `Contrast`. A prompt counts once, whatever its length: tokens of one prompt are not independent.
 Results equal those of scipy and statsmodels to 1e-10, which `test_contrast.py` checks. Differences
-as small as the rounding of float32 are no variance: without this rule constant columns would be
-"significant". Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
+as small as the rounding of float32 do not count as variance: without this rule constant columns
+would be "significant". Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `depth` and `starting_point` read them, and `benchmarks diagnosis` measures them. A profile needs at
 least four layers. The second smallest value counts beside the smallest, because one layer that
-differs is no trend; correlations are of ranks or of logarithms, because sizes span many powers of
-ten.
+differs is not a trend; correlations are of ranks or of logarithms, because sizes span many powers
+of ten.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class EventPlace(NamedTuple):
     Attributes:
         phase: The part of the step.
         layer: The innermost layer that was running (in a backward pass: that made the operation);
-            None outside of the model.
-        line: The innermost line outside of PyTorch.
+            None outside the model.
+        line: The innermost line outside PyTorch.
         caller: The user's own line that led there, where `line` is one of a library.
         derivative: Whether it is a derivative that autograd computes of the operation at `line`.
     """

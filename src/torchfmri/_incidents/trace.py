@@ -43,7 +43,7 @@ class Lines(NamedTuple):
     """The lines of code that the program is at.
 
     Attributes:
-        line: The innermost line outside of PyTorch and torchfmri.
+        line: The innermost line outside PyTorch and torchfmri.
         caller: The innermost line of the user's own, where `line` is one of a library.
     """
 

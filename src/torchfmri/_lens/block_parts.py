@@ -152,7 +152,7 @@ def _heads(
         norm = block.inside[attention.removeprefix(f"{block.name}.")]
         if name.startswith(f"{attention}."):  # the attention itself: no norm can be behind it
             raise InspectionError(
-                f"{attention!r} puts out something else than its projection {name!r}, such as an "
+                f"{attention!r} returns something other than its projection {name!r}, such as an "
                 "edited value"
             )
         frozen = freeze_norm(attention, norm, stream.outputs[name][row, position])

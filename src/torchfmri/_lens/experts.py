@@ -2,7 +2,7 @@
 
 `_scan` opens a `RouterReader`. Routers are found by name or class, and their output is read by
 shape: whole numbers are ids, and floats of the same shape are weights. A router that returns no ids
-is named as missing, because the choice is then made outside of it.
+is named as missing, because the choice is then made elsewhere.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RouterReader(Attached):
             self._missed(
                 name,
                 "experts: it returns no ids of experts beside its logits, so which ones are chosen "
-                "is decided outside of it",
+                "is decided elsewhere",
             )
             return
         ids = chosen[0].reshape(-1, chosen[0].shape[-1])

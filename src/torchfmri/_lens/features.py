@@ -84,7 +84,7 @@ def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
             )
         if places[0].what == "attention":
             raise InspectionError(
-                f"features: {name!r} is an attention pattern, and not an activation. Name a layer, "
+                f"features: {name!r} is an attention pattern, not an activation. Name a layer, "
                 "such as 'L3.attn' or 'L3.mlp'."
             )
         found.append(FeatureSource(name=name, place=places[0], encode=encode, dictionary=encoder))

@@ -222,7 +222,7 @@ class LesionRun:
         if missing:
             raise InspectionError(
                 f"Layer {missing[0][0]!r} was never called as a module, so it cannot be lesioned. "
-                "Leave it out of of=."
+                "Remove it from of=."
             )
         question.refuse_infinite(float(metric.detach()))
         detached = {key: value.detach() for key, value in values.items()}
@@ -241,7 +241,7 @@ class LesionRun:
         found = torch.autograd.grad(metric, [values[key] for key in keys], allow_unused=True)
         gradients = dict(zip(keys, found, strict=True))
         passes, estimates = EditPasses(), []
-        passes.feed(1, len(question.ids))  # edits are made outside of a pass here
+        passes.feed(1, len(question.ids))  # edits are made outside a pass here
         with torch.no_grad():
             for target in self.targets:
                 key = key_of(target.place)

@@ -253,7 +253,8 @@ def _refuse_equal(metrics: Sequence[float], asked: Sequence[LesionQuestion]) -> 
     if abs(metrics[0] - metrics[1]) < 1e-6 * max(1.0, abs(metrics[0])):
         raise InspectionError(
             f"The clean and the corrupted prompt have the same {asked[0].metric}, "
-            f"{metrics[0]:.6g}: there is nothing to bring back. Exchange what the answer hangs on."
+            f"{metrics[0]:.6g}: there is nothing to bring back. Exchange what the "
+            "answer depends on."
         )
 
 
@@ -291,7 +292,7 @@ def _matched_tokens(
     )
     require(bool(found) and not wrong, "pairs", wrong or given, meaning)
     twice = len({other for _, other in found}) < len(found)
-    require(not twice, "pairs", given, "a corrupted position stands twice; give each once")
+    require(not twice, "pairs", given, "a corrupted position is given twice; give each once")
     return found
 
 

@@ -143,7 +143,7 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
     if len(parts) > 3:
         raise InspectionError(
             f"{spec} returned {len(parts)} things. It should return (model, data, loss): several "
-            "positional arguments of the model belong into one tuple."
+            "positional arguments of the model belong in one tuple."
         )
     model = parts[0]
     data = parts[1] if len(parts) > 1 else _own_example(model)

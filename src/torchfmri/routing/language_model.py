@@ -111,7 +111,7 @@ class RoutingLanguageModel(nn.Module):
         Args:
             input_ids: (b, s).
             attention_mask: (b, all s), 0 where a position is padding, left or right.
-            labels: (b, s), those to be predicted one position earlier; -100 counts not.
+            labels: (b, s), each predicted from the position before it; -100 does not count.
             past_key_values: The cache of the tokens before; implies `use_cache`.
             use_cache: Return a cache.
         """

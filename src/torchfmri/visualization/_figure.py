@@ -163,7 +163,7 @@ def panels(
 
 
 def draw_grid(ax: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
-    """Draw faint lines behind the data, and no frame above and at the right."""
+    """Draw faint lines behind the data, and take away the frame above and at the right."""
     ax.grid(axis=axis, color="#e8e8e8", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)

@@ -1,7 +1,7 @@
 """Draw lines over the depth of a model: how large a metric is, and what one token did.
 
 `_scan/pictures/figures` fills in the `Line`s and calls `draw_lines`. Colours and dashes repeat
-after `MOST_LINES`, which callers must not exceed. Layers outside of the blocks stand before and
+after `MOST_LINES`, which callers must not exceed. Layers outside the blocks stand before and
 after the numbered ones, under their names.
 """
 
@@ -41,7 +41,7 @@ class Line(NamedTuple):
         middle: (layer,)
         low: The lower edge of the band around it, (layer,); None without one.
         high: The upper edge.
-        is_outside: Whether it is a layer outside of the blocks.
+        is_outside: Whether it is a layer outside the blocks.
     """
 
     label: str

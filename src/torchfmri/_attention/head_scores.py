@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 HEAD_SCORES = {
-    "entropy": "entropy of the attention in nats; 0 where all of it is on one token",
+    "entropy": "entropy of the attention in nats; 0 if all of it is on one token",
     "distance": "mean distance to the tokens attended to, in tokens",
     "first": "share of the attention on the first token of the sequence",
     "previous": "share on the token before; nan for the first token",

@@ -2,7 +2,7 @@
 
 `OperationWatch` hands it each operation below autograd. It knows losses by the names of ATen
 operations; `kl_div` has none and is recognised by its parts, t log t - t x. Operations inside the
-model are looked at too where only a loss has them. `release` must be called after the step, since
+model are looked at too if only a loss has them. `release` must be called after the step, since
 it holds the step's tensors. A new loss is an entry of the tables at the top, or a method beside
 `_look_at_nll`.
 """

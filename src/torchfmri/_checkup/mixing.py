@@ -26,7 +26,7 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
     """Return how much outputs move when another sample is exchanged, relative to how they differ.
 
     Three forward passes in evaluation mode, where batch norms and dropout leave samples alone. nan
-    where that cannot be told: outputs that are not one row per sample or differ by themselves from
+    if that cannot be told: outputs that are not one row per sample or differ by themselves from
     pass to pass, sequences (whose first axis may be time), or norms that always take the batch's
     own statistics.
     """

@@ -219,7 +219,7 @@ def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], number: i
 def paired_statistic(signs: Doubles) -> Statistic:
     """Return a function for differences (n, v): their mean with signs (m, n) over their rms.
 
-    It orders as t does, also among columns, and no digits are lost where all differences are alike.
+    It orders as t does, also among columns, and no digits are lost if all differences are alike.
     """
 
     def statistic(values: NDArray[np.floating]) -> Doubles:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 VectorReader = Callable[[Mapping[int, int], int], Mapping[str, NDArray[np.float64]]]
 """From {place of a prompt: its group} and the number of groups to {layer: (k, w)}, the means of the
-prompts' mean vectors; it raises where there are none."""
+prompts' mean vectors; it raises if there are none."""
 BLOCK_BYTES = 32 << 20
 """How much of a table is worked on at once."""
 
@@ -93,7 +93,7 @@ class PromptTable:
         tokens: Which tokens count, in words.
         model: Whose values they are.
         places: (n,) where each prompt stands in its scans.
-        vectors: Reads the mean vectors of prompts, where there are some.
+        vectors: Reads the mean vectors of prompts, if there are any.
         notes: What has to be known.
         scans: The names of the folders that the prompts are from.
         texts: (n,) the text of each, or its hash: what tells copies from prompts that happen to

@@ -76,7 +76,7 @@ class Contrast:
         prompts: Condition -> the names of its prompts.
         columns: What the columns are: layer, module, kind, first unit, number of units.
         n_a: (v,) prompts with a value on the positive side; of an F-test and a linear model, all.
-        n_b: (v,) on the negative side; 0 where there are no sides.
+        n_b: (v,) on the negative side; 0 if there are no sides.
         effect: (v,) the weighted sum of the means; of an F-test the largest mean less the smallest,
             of one in a linear model the largest coefficient.
         g: (v,) Hedges g: the effect in standard deviations over prompts, with the weights divided

@@ -69,7 +69,7 @@ class Structure:
         aliases: Parameter name -> all layers that own it, if there are several.
         strangers: How many tensors of the optimizers are not part of the model.
         groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, the
-            parameters' names, and eps_lost: what its eps is where that rounds to 0, else "".
+            parameters' names, and eps_lost: what its eps is if that rounds to 0, else "".
         modes: Layer -> whether it is in training mode, for dropout and batch norms.
         experts: Router layer -> the expert layers that it chooses from.
         trains: Whether the model itself is in training mode.

@@ -14,7 +14,7 @@ Form: TypeAlias = Any
 
 
 def require_form(value: Any, form: Form, name: str) -> None:
-    """Raise `ValueError` where a value is not of the form; a whole number is a float too.
+    """Raise `ValueError` if a value is not of the form; a whole number is a float too.
 
     Args:
         value: As JSON gives it.

@@ -44,7 +44,7 @@ class Lines(NamedTuple):
 
     Attributes:
         line: The innermost line outside PyTorch and torchfmri.
-        caller: The innermost line of the user's own, where `line` is one of a library.
+        caller: The innermost line of the user's own, if `line` is in a library.
     """
 
     line: SourceLine | None = None

@@ -64,7 +64,7 @@ def block_parts(
         block: The block.
         row: The number of the sequence.
         position: The position of the token.
-        heads: Whether attention is given head by head, where that can be done.
+        heads: Whether attention is given head by head, if that is possible.
     """
     before, after = (
         stream.states[index][row, position].double() for index in (block.index, block.index + 1)

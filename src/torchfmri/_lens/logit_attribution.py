@@ -79,7 +79,7 @@ class LogitAttribution:
 
     @property
     def residual(self) -> float:
-        """The logit less all parts: rounding, where everything was told apart."""
+        """The logit less all parts: rounding, if everything was told apart."""
         return self.logit - self.total
 
     def __getitem__(self, name: str) -> float:

@@ -47,7 +47,7 @@ class PatchMap:
     Attributes:
         names: The places.
         blocks: (n,) their blocks; -1 for none.
-        labels: The tokens that were patched one by one; one label, "all tokens", where all were.
+        labels: The tokens that were patched one by one; one label, "all tokens", if all were.
         pairs: (clean position, corrupted position) of the tokens that stand for each other.
         metric: "logit_difference" or "surprisal".
         clean: The metric of the clean prompt.

@@ -98,7 +98,7 @@ def find_layers(
 ) -> list[str]:
     """Return the names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
-    The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
+    The model itself is selected by the pattern `""`, by its type, and by `"*"` if it has no
     children. A pattern that matches no layer may be a name of `places`, such as `L3.mlp`; `whole`
     refuses names that do not mean a layer's whole output, such as `L3H2`. If a pattern selects
     nothing, `hint` says where the names are listed.

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, where somebody is looking.
+"""A progress bar on standard error, if somebody is looking.
 
 Scans, lesions, verification and long experiments show one. It writes to standard error, because
 standard output belongs to results (`--json`). It is not tqdm's because the core depends on torch

@@ -171,7 +171,7 @@ class MoIETransformerBlock(nn.Module):
 
 
 def check_heads(hidden_size: int, heads: int) -> None:
-    """Raise where heads do not divide a hidden size into even parts, which rotary positions need.
+    """Raise if heads do not divide a hidden size into even parts, which rotary positions need.
 
     Raises:
         InspectionError: It names both.

@@ -45,7 +45,7 @@ class Captured(NamedTuple):
         module: The layer itself.
         factors: Its x, g and y.
         inherited: The prototypes it built upon, in the graph they came from.
-        mask: (b, s), False where a position is padding; None where all count.
+        mask: (b, s), False where a position is padding; None if all count.
     """
 
     call: CallKey

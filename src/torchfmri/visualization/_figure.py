@@ -88,7 +88,7 @@ def _require_matplotlib() -> None:
 
 
 def check_picture(name: str, path: Path) -> None:
-    """Raise where a path cannot become a picture: a folder, or an ending of no known format.
+    """Raise if a path cannot become a picture: a folder, or an ending of no known format.
 
     Raises:
         InspectionError: Naming the ending, and those that there are.

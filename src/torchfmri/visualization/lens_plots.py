@@ -140,7 +140,7 @@ def plot_logit_attribution(
 def plot_token_bars(
     values: Any, tokens: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw a bar per token, orange where it adds and blue where it takes away.
+    """Draw a bar per token, orange if it adds and blue if it takes away.
 
     Args:
         values: (s,).

@@ -51,7 +51,7 @@ _TEST_SEED = 1 << 40
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that a run depends on, but where it runs.
+    """Everything that a run depends on, except where it runs.
 
     Attributes:
         variant: A key of `VARIANTS`.
@@ -128,7 +128,7 @@ class TrainingRun:
         self._seconds = 0.0
 
     def run(self, report: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
-        """Return the result, read from its file where the run is finished already.
+        """Return the result, read from its file if the run is finished already.
 
         Args:
             report: Called with the number of steps done.

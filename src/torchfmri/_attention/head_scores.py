@@ -49,9 +49,14 @@ def score_heads(
 
 
 def _score(
-    pattern: Tensor, first: int, last: int, ids: Tensor, kept: Tensor, position: Tensor,
+    pattern: Tensor,
+    first: int,
+    last: int,
+    ids: Tensor,
+    kept: Tensor,
+    position: Tensor,
     start: Tensor,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return the scores of queries `first` to `last` - 1 by name, (b, heads, rows) each."""
     b, heads, rows, keys = pattern.shape
     at = torch.arange(first, last, device=ids.device)

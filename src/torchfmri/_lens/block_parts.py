@@ -122,9 +122,14 @@ def _split(
 
 
 def _heads(
-    stream: Stream, block: Block, row: int, position: int, attention: str, factor: float,
+    stream: Stream,
+    block: Block,
+    row: int,
+    position: int,
+    attention: str,
+    factor: float,
     tolerance: float,
-) -> Iterator[BlockPart]:  # fmt: skip
+) -> Iterator[BlockPart]:
     """Yield what each head adds, and the bias of the output projection if it has one."""
     inner = block.output_projection()
     name, module, heads = block.full(inner), block.inside[inner], block.heads()

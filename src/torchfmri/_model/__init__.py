@@ -21,7 +21,6 @@ from torchfmri._model.copies import TrainingCopies, copy_training, shared_outsid
 from torchfmri._model.factory import FORM, Subject, find_factory, kinds_of, load_subject
 from torchfmri._model.forward_pass import (
     TARGET_NAMES,
-    WITH_TARGET,
     Loss,
     arguments_for,
     check_differentiable,
@@ -30,6 +29,7 @@ from torchfmri._model.forward_pass import (
     loss_of,
     needs_target,
     own_loss,
+    refuse_list,
     refuse_meta,
     refuse_scripted,
     thawed,

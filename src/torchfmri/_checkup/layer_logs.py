@@ -2,7 +2,8 @@
 
 `Watcher` adds calls, `Checkup` asks for the result. Several calls of a layer in one step are
 merged, weighted by their samples. A unit is judged over a window of at least `LEAST_SAMPLES`
-samples and `LEAST_STEPS` steps; with fewer, chance switches units off.
+samples and `LEAST_STEPS` steps; with fewer, chance switches units off. Both limits belong to the
+cuts of dead units: change them only with the suite of `benchmarks diagnosis`.
 """
 
 from __future__ import annotations

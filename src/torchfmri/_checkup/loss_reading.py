@@ -2,7 +2,8 @@
 
 `Checkup` calls `loss_facts` once, after the first step, with what `LossWatch` and `Watcher` saw.
 `score_of` calls the user's loss again on made-up outputs, on a copy and with random state restored,
-so that it leaves no trace.
+so that it leaves no trace. A fact that cannot be read keeps its default, which never leads to a
+finding: guess nothing here, because a false alarm accuses a right loss.
 """
 
 from __future__ import annotations

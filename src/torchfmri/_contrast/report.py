@@ -2,7 +2,7 @@
 
 `Contrast.report` returns a `ContrastReport`, whose methods have the names of nilearn's reports. The
 page is one file that loads nothing from anywhere. Names of prompts and layers come from the user's
-data: everything is escaped.
+data: everything is escaped. Layout and words may change freely.
 """
 
 from __future__ import annotations

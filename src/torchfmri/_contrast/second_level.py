@@ -3,7 +3,7 @@
 `GLM.contrast` calls `fit`, and `Refit` does so again with shuffled prompts for `calibrate`. It is
 ordinary least squares over prompts; `test_linear_model.py` compares it with statsmodels. A column
 that lacks a value of any prompt is not tested, because the design would differ from column to
-column.
+column. The code may change freely as long as that comparison holds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `_scan` opens a `RouterReader`. Routers are found by name or class, and their output is read by
 shape: whole numbers are ids, and floats of the same shape are weights. A router that returns no ids
-is named as missing, because the choice is then made elsewhere.
+is named as missing, because the choice is then made elsewhere. Names of routers may be added; what
+does not fit must stay refused, because a guess would store wrong experts.
 """
 
 from __future__ import annotations

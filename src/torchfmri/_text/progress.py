@@ -3,7 +3,7 @@
 Scans, lesions, verification and long experiments show one. It writes to standard error, because
 standard output belongs to results (`--json`). It is not tqdm's because the core depends on torch
 and numpy alone, and `verify` runs there too. In a notebook the bar is shown as well; a log file
-gets a line now and then instead.
+gets a line now and then instead. How it looks may change freely.
 """
 
 from __future__ import annotations

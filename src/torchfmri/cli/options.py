@@ -2,7 +2,7 @@
 
 Every command builds its options with these functions, so that an option that two commands share has
 one name, one meaning and one help text. Progress goes through `say`: standard output is for
-results.
+results. Names and defaults of options are public; help texts may change freely.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command `torchfmri replay`: run a step again that turned NaN, and name where it began.
 
 `run` calls `replay` of `_incidents`. With `--factory` the user's model is loaded and the step is
-run; without it the finding is printed as it was written. The exit code is 1, because something was
-found.
+run; without it the stored finding is printed. The exit code is 1, because something was
+found. Options, the keys of `--json` and the exit code are public.
 """
 
 from __future__ import annotations

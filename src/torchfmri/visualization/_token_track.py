@@ -2,7 +2,8 @@
 
 `_brain` uses this; lens and attention pictures share `token_label`. A character that is spread over
 several tokens stands at the last of them, and the others show "·". Control characters of a foreign
-text are made visible, because they could damage a picture or a terminal.
+text are made visible, because they could damage a picture or a terminal. Sizes and colours may
+change freely.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Contrasts of tables: against SciPy and statsmodels, and what is said of bad ones."""
 
 import re
+import tempfile
+import webbrowser
 from pathlib import Path
 
 import numpy as np
@@ -544,6 +546,23 @@ def test_random_directions_are_as_long_and_others() -> None:
     np.testing.assert_array_equal(drawn, direction.random(5, seed=3))
 
 
+def test_the_page_is_opened_by_an_address_that_browsers_understand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder, opened = tmp_path / "100% of #1", list[str]()
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    report = two_groups().report()
+    page = report.open_in_browser()
+    assert page.parent == folder
+    assert page.read_text(encoding="utf-8") == report.html()
+    assert opened == [page.as_uri()]
+    assert "100%25%20of%20%231" in opened[0]
+    assert report._repr_html_() in report.html()
+
+
 def test_the_map_and_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     table = make_table(["<a>"] * 12 + ["$b$"] * 12, 24)
@@ -563,7 +582,7 @@ def test_the_map_and_the_page(tmp_path: Path) -> None:
     assert "<a>" not in page
     assert "data:image/png;base64," in page
     assert "http" not in page.replace("http-equiv", "")
-    assert "Not looked at" in page
+    assert "Not checked" in page
     shown = found.calibrate(20).report().html()
     assert "of 20 relabellings found anything (1 expected;" in shown
 

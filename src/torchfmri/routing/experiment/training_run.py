@@ -187,11 +187,12 @@ class TrainingRun:
         size_of(self._checkpoint)  # a pipe would be waited for
         try:
             state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
-        except Exception as error:  # whatever torch makes of a damaged file
+            plan = state["plan"]
+        except Exception as error:  # whatever torch makes of a damaged file, or of another one
             name = self._checkpoint.name
             reason = "it is damaged. Move it away, and the run begins anew"
             raise FileFormatError(name, reason) from error
-        if state["plan"] != self._plan.to_dict():
+        if plan != self._plan.to_dict():
             return 0  # of another experiment in the same folder: overwritten by the next one
         self._model.load_state_dict(state["model"])
         for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):

@@ -3,6 +3,7 @@
 import re
 import tempfile
 import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -536,6 +537,31 @@ def test_a_contrast_is_saved_and_loaded(tmp_path: Path) -> None:
     (tmp_path / "z.contrast").write_bytes(b"nothing of ours")
     with pytest.raises(FileFormatError):
         load_contrast(tmp_path / "z.contrast")
+
+
+def test_contrasts_without_a_direction_say_why(tmp_path: Path) -> None:
+    two_groups().save(tmp_path / "x.contrast")
+    with pytest.raises(InspectionError, match="saved without mean vectors"):
+        load_contrast(tmp_path / "x.contrast").direction("layers.0.mlp")
+    table = make_table(["a"] * 4 + ["b"] * 4 + ["c"] * 4)
+    with pytest.raises(InspectionError, match=r"F-test asks several things .* of one of them"):
+        compare(table, ["a - b", "b - c"]).direction("layers.0.mlp")
+
+
+def test_a_direction_needs_finite_vectors_and_a_known_layer() -> None:
+    def vectors(groups: Mapping[int, int], count: int) -> dict[str, np.ndarray]:
+        assert dict(groups) == {place: int(place > 2) for place in range(6)}
+        means, gap = np.array([[1.0] * 3, [4.0] * 3]), np.ones((count, 3))
+        gap[0, 1] = np.nan
+        return {"layers.0.mlp": means, "layers.1.mlp": gap}
+
+    table = make_table(["a"] * 3 + ["b"] * 3, vectors=vectors, places=np.arange(6))
+    found = compare(table, "a - b")
+    np.testing.assert_allclose(found.direction("layers.0.mlp").vector, -3.0)
+    with pytest.raises(InspectionError, match="not finite in 1 of 3 units"):
+        found.direction("layers.1.mlp")
+    with pytest.raises(LayerNotFoundError):
+        found.direction("layers.9.mlp")
 
 
 def test_random_directions_are_as_long_and_others() -> None:

@@ -336,8 +336,8 @@ class Contrast:
     def calibrate(self, draws: int = 200, seed: int = 0) -> Contrast:
         """Return the same contrast with its calibration: how often shuffled labels find anything.
 
-        The labels of the prompts are shuffled (of pairs: exchanged) and the whole path is run
-        again, so many times. Of a test that is right, a share of alpha finds something.
+        The labels of the prompts are shuffled, or exchanged within pairs, and the whole path is
+        run again, `draws` times. A test that is right finds something in a share of alpha of them.
 
         Raises:
             InspectionError: The contrast was loaded, nothing was tested, or many tests are

@@ -75,8 +75,8 @@ class RoutingCapture(Sink):
         }
         if not self.modules:
             raise InspectionError(
-                f"{type(model).__name__} has no SparseProtoLinear layer; build it of "
-                "torchfmri.routing.MoIETransformerBlock or of SparseProtoLinear."
+                f"{type(model).__name__} has no SparseProtoLinear layer; build it from "
+                "torchfmri.routing.MoIETransformerBlock or SparseProtoLinear."
             )
         self._calls: dict[CallKey, _Call] = {}
         self._inputs: dict[tuple[object, ...], Tensor] = {}

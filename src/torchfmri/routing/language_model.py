@@ -141,7 +141,7 @@ class RoutingLanguageModel(nn.Module):
             if attention_mask.shape != (ids.shape[0], before + length):
                 raise InspectionError(
                     f"attention_mask has the shape {tuple(attention_mask.shape)}; for "
-                    f"{length} ids after {before} in the cache it is "
+                    f"{length} ids after {before} in the cache it should be "
                     f"{(ids.shape[0], before + length)}."
                 )
             kept = attention_mask != 0

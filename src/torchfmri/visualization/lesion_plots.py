@@ -33,7 +33,7 @@ class LesionPicture(NamedTuple):
         columns: The head or voxel of each.
         names: The names of the lesions.
         effect: The mean change of the metric.
-        notable: Whether it is told from 0, corrected for the number of lesions.
+        notable: Whether it differs from 0 over prompts, corrected for the number of lesions.
         activation: The root mean square of what was lesioned.
         label: What the effect is.
         title: Above all.
@@ -104,7 +104,7 @@ def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
     _draw(right, picture, activation, "how active it was", "root mean square", sizes, marks)
     left.set_ylabel("block" if "places" not in picture.kinds else "")
     if bool(picture.notable.any()):
-        text = "dots: told from 0 over prompts (p < 0.05, Bonferroni)"
+        text = "dots: different from 0 over prompts (p < 0.05, Bonferroni)"
         left.annotate(text, (0, -0.09), xycoords="axes fraction", fontsize=7, color=GREY, va="top")
     figure.suptitle(escape(picture.title), fontsize=9, x=0.01, ha="left", wrap=True)
 

@@ -12,7 +12,7 @@
 Catch `InspectionError` for all but the last of them. An error carries what it is about as
 attributes, so that nobody has to parse its text; names and attributes are public. It must come
 through pickle (`_given`), because it may come from another process. A new one joins the tree, is
-also a builtin error where one fits, and says the fact, what exists instead, and the next step.
+also a builtin error if one fits, and says the fact, what exists instead, and the next step.
 
 Errors raised by the model itself pass through unchanged; only `compare`, which runs two models,
 names the side and keeps the error as the cause.
@@ -237,4 +237,4 @@ ScanFormatError = FileFormatError
 
 
 MEANT_FOR_THE_USER = (NonFiniteError, GuardError, NonFiniteWarning)
-"""What a guard raises on purpose, the warning where the user's filter makes it an error."""
+"""What a guard raises on purpose, the warning if the user's filter makes it an error."""

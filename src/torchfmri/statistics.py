@@ -155,7 +155,7 @@ class Statistics(FrozenDict):
 
     @property
     def l2(self) -> float:
-        """Square root of the sum of squares: 0 where there are no finite values."""
+        """Square root of the sum of squares: 0 if there are no finite values."""
         if not self.finite:
             return 0.0
         return math.sqrt(self.squared_deviations + self.finite * self.mean * self.mean)
@@ -246,7 +246,7 @@ class Statistics(FrozenDict):
     def scaled(self, factor: float) -> Statistics:
         """Return the statistics of all values times a positive factor.
 
-        The histogram is kept where the factor is a power of two, which only moves its bins.
+        The histogram is kept if the factor is a power of two, which only moves its bins.
         """
         if not 0 < factor < math.inf:
             raise InspectionError(
@@ -449,11 +449,11 @@ def _require_values(tensor: Tensor) -> None:
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         reason = "is not initialized yet. Run the model once first."
     elif is_transformed(tensor):
-        reason = "belongs to a torch.func transform. Read it outside of vmap and grad."
+        reason = "belongs to a torch.func transform. Read it outside vmap and grad."
     elif tensor.device.type == "meta":
         reason = "is on the meta device. Move the model to a real one first."
     elif type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
-        reason = f"is a {type(tensor).__name__}. Run outside of tracing."
+        reason = f"is a {type(tensor).__name__}. Run outside tracing."
     else:
         return
     raise InspectionError(f"The tensor has no values to read: it {reason}")

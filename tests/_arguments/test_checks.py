@@ -67,15 +67,15 @@ def inspect(loss: Any) -> None:
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "no model": (
         lambda: torchfmri.token_gradients(None),
-        "model=None: give a model, which is an nn.Module",
+        "model=None: give a model: an nn.Module",
     ),  # type: ignore[call-overload]
     "a class": (
         lambda: torchfmri.token_gradients(nn.Linear),  # type: ignore[call-overload]
-        "Linear.*give a model, which is an nn.Module, and no class of one",
+        "Linear.*give a model: an nn.Module, not its class",
     ),
     "no model, other losses": (
         lambda: torchfmri.token_gradients(None, per="token_loss"),  # type: ignore[call-overload]
-        "model=None: give a model, which is an nn.Module",
+        "model=None: give a model: an nn.Module",
     ),
     "no logits": (lambda: torchfmri.token_losses(None, None), "logits=None: give a tensor"),  # type: ignore[arg-type]
     "no labels": (

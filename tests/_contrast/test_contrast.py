@@ -1,6 +1,9 @@
 """Contrasts of tables: against SciPy and statsmodels, and what is said of bad ones."""
 
 import re
+import tempfile
+import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -536,12 +539,54 @@ def test_a_contrast_is_saved_and_loaded(tmp_path: Path) -> None:
         load_contrast(tmp_path / "z.contrast")
 
 
+def test_contrasts_without_a_direction_say_why(tmp_path: Path) -> None:
+    two_groups().save(tmp_path / "x.contrast")
+    with pytest.raises(InspectionError, match="saved without mean vectors"):
+        load_contrast(tmp_path / "x.contrast").direction("layers.0.mlp")
+    table = make_table(["a"] * 4 + ["b"] * 4 + ["c"] * 4)
+    with pytest.raises(InspectionError, match=r"F-test asks several things .* of one of them"):
+        compare(table, ["a - b", "b - c"]).direction("layers.0.mlp")
+
+
+def test_a_direction_needs_finite_vectors_and_a_known_layer() -> None:
+    def vectors(groups: Mapping[int, int], count: int) -> dict[str, np.ndarray]:
+        assert dict(groups) == {place: int(place > 2) for place in range(6)}
+        means, gap = np.array([[1.0] * 3, [4.0] * 3]), np.ones((count, 3))
+        gap[0, 1] = np.nan
+        return {"layers.0.mlp": means, "layers.1.mlp": gap}
+
+    table = make_table(["a"] * 3 + ["b"] * 3, vectors=vectors, places=np.arange(6))
+    found = compare(table, "a - b")
+    np.testing.assert_allclose(found.direction("layers.0.mlp").vector, -3.0)
+    with pytest.raises(InspectionError, match="not finite in 1 of 3 units"):
+        found.direction("layers.1.mlp")
+    with pytest.raises(LayerNotFoundError):
+        found.direction("layers.9.mlp")
+
+
 def test_random_directions_are_as_long_and_others() -> None:
     direction = Direction("mlp", np.arange(1.0, 9.0), "a - b", "all tokens")
     drawn = direction.random(5, seed=3)
     np.testing.assert_allclose(np.linalg.norm(drawn, axis=1), direction.norm)
     assert not np.allclose(drawn[0], drawn[1])
     np.testing.assert_array_equal(drawn, direction.random(5, seed=3))
+
+
+def test_the_page_is_opened_by_an_address_that_browsers_understand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder, opened = tmp_path / "100% of #1", list[str]()
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    report = two_groups().report()
+    page = report.open_in_browser()
+    assert page.parent == folder
+    assert page.read_text(encoding="utf-8") == report.html()
+    assert opened == [page.as_uri()]
+    assert "100%25%20of%20%231" in opened[0]
+    assert report._repr_html_() in report.html()
 
 
 def test_the_map_and_the_page(tmp_path: Path) -> None:
@@ -563,7 +608,7 @@ def test_the_map_and_the_page(tmp_path: Path) -> None:
     assert "<a>" not in page
     assert "data:image/png;base64," in page
     assert "http" not in page.replace("http-equiv", "")
-    assert "Not looked at" in page
+    assert "Not checked" in page
     shown = found.calibrate(20).report().html()
     assert "of 20 relabellings found anything (1 expected;" in shown
 

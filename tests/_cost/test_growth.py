@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import namedtuple
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -204,3 +206,24 @@ def test_an_axis_of_one_size_has_no_law(given: str, other: str) -> None:
     for size in (own + 1, 2 * own):
         with pytest.raises(InspectionError, match=f"{other}={size} .*{other} {own} alone was"):
             growth.predict(**{given: 16, other: size})
+
+
+Pair = namedtuple("Pair", ["ids", "mask"])
+
+
+@dataclass
+class Bundle:
+    ids: Tensor
+
+
+def test_named_tuples_are_brought_to_a_size() -> None:
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    made = data_of_size(Pair(ids, [ids]), ids[:, 0], SIZES, {"batch": 4, "length": 16})
+    assert type(made.data) is Pair
+    assert made.data.ids.shape == made.data.mask[0].shape == (4, 16)
+    assert made.target.shape == (4,)
+
+
+def test_data_of_another_class_has_one_size() -> None:
+    with pytest.raises(InspectionError, match="A Bundle cannot be brought to another size"):
+        data_of_size(Bundle(torch.zeros(2, 8, dtype=torch.long)), None, SIZES, {"batch": 4})

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import torchfmri
 from tests.architectures import ARCHITECTURES, tokens
 from torchfmri import Edit, InspectionError, Inspector, LayerNotFoundError
+from torchfmri._edit import EditPasses
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ WHILE_RUNNING: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no token of the sequence": (
         lambda: {"L0": Edit.zero().at(tokens=[30])},
-        "The edit of 'L0' never acted: .* called 1 times, and none",
+        "The edit of 'L0' never acted: .* called once, but no",
     ),
 }
 
@@ -302,3 +303,50 @@ def test_a_feature_that_the_dictionary_does_not_have(model: nn.Module) -> None:
     words = "no feature 16: the dictionary has 16, 0 to 15"
     with pytest.raises(InspectionError, match=words), torchfmri.edited(model, edits):
         model(ids())
+
+
+def test_a_value_without_a_token_axis_has_no_tokens_to_edit() -> None:
+    passes = EditPasses()
+    assert passes.positions(torch.zeros(2, 5, 3), "h") == (2, 5, 0)  # an image: nothing was fed
+    with pytest.raises(InspectionError, match=r"shape \(6, 3\) has no token axis\. Leave"):
+        passes.positions(torch.zeros(6, 3), "h")
+    passes.feed(2, 3)
+    assert passes.positions(torch.zeros(2, 3, 4), "h") == (2, 3, 0)
+    assert passes.positions(torch.zeros(6, 4), "h") == (2, 3, 0)  # all tokens in a row
+    with pytest.raises(InspectionError, match="no token axis for 2 x 3 tokens"):
+        passes.positions(torch.zeros(5, 4), "h")
+
+
+class Remembers(nn.Module):
+    """Takes a cache of its own kind, which does not say how long it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, past_key_values: object = None, **_: object) -> Tensor:
+        found: Tensor = self.layer(self.table(input_ids))
+        return found
+
+
+def test_a_cache_without_a_length_is_refused_and_its_place_is_believed() -> None:
+    model, ids = Remembers(), torch.zeros(1, 3, dtype=torch.long)
+    edits = {"layer": Edit.zero().at(tokens=[5])}
+    with (
+        pytest.raises(InspectionError, match="does not say how many tokens are in it"),
+        torchfmri.edited(model, edits),
+    ):
+        model(ids, past_key_values=object())
+    with torchfmri.edited(model, edits):
+        found = model(ids, past_key_values=object(), cache_position=torch.arange(4, 7))
+    assert [bool(each.any()) for each in found[0]] == [True, False, True]
+
+
+def test_an_edit_that_selects_no_token_counts_the_calls() -> None:
+    model, ids = Remembers(), torch.zeros(1, 3, dtype=torch.long)
+    for calls, said in ((1, "was called once, but no call had"), (2, "was called 2 times, but no")):
+        with (
+            pytest.raises(InspectionError, match=said),
+            torchfmri.edited(model, {"layer": Edit.zero().at(tokens=[5])}),
+        ):
+            _ = [model(ids) for _ in range(calls)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from architectures import ARCHITECTURES, BATCH, LENGTH, VOCABULARY, padded_mask,
 from torch import Tensor, nn
 
 from torchfmri import Inspection, Inspector
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WHAT = (
     *("inputs", "activations", "gradients", "input_gradients"),
@@ -23,15 +24,6 @@ MODES = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 1.3, "top_k": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(name: str) -> nn.Module:

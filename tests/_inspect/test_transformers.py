@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torchfmri import Inspection, Inspector
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WHAT = (
     *("inputs", "activations", "gradients", "input_gradients"),
     *("parameters", "parameter_gradients"),
@@ -58,15 +60,6 @@ FUSED_EXPERTS = {
     "deepseek-v3": "model.layers.1.mlp.experts",
     "gpt-oss": "model.layers.0.mlp.experts",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- running and comparing -------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -143,3 +144,20 @@ def test_map_tensors() -> None:
 def test_local_part_of_a_plain_tensor() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert not local_part(weight).requires_grad
+
+
+def test_map_tensors_keeps_the_class_of_mappings() -> None:
+    """A model may read the attributes of a ModelOutput or BatchEncoding that it was given."""
+    transformers = pytest.importorskip("transformers")
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=A, hidden_states=(B,))
+    encoding = transformers.BatchEncoding({"input_ids": A})
+    found = map_tensors((output, encoding, UserDict(z=A), MappingProxyType({"z": A})), add_one)
+    assert [type(each) for each in found] == [type(output), type(encoding), UserDict, dict]
+    assert found[0].last_hidden_state.item() == found[0]["last_hidden_state"].item() == 1
+    assert found[0].hidden_states[0].item() == 2
+    assert found[1].input_ids.item() == found[2]["z"].item() == found[3]["z"].item() == 1
+    assert output.last_hidden_state is output["last_hidden_state"] is encoding.input_ids is A
+
+
+def add_one(tensor: Tensor) -> Tensor:
+    return tensor + 1

@@ -163,6 +163,14 @@ def in_place(self: nn.Module, x: Tensor) -> Tensor:
     return y.relu_()
 
 
+def in_place_of_first(self: nn.Module, given: list[Tensor]) -> Tensor:
+    return in_place(self, given[0])
+
+
+def listed() -> tuple[list[Tensor]]:
+    return ([rows()],)
+
+
 def cached(self: nn.Module, x: Tensor, cache: Cache) -> Tensor:
     keys = torch.cat([cache.layers[0]["keys"], self.inner(x)])
     cache.layers[0]["keys"] = keys
@@ -299,6 +307,7 @@ RIGHT: dict[str, Case] = {
         rows,
     ),
     "writes in place": (lambda: Called(in_place, inner=linear()), rows),
+    "writes in place into a list": (lambda: Called(in_place_of_first, inner=linear()), listed),
     "object with tensors": (
         lambda: Called(cached, inner=linear()),
         lambda: (rows(), Cache(rows())),

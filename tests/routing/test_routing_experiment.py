@@ -19,13 +19,16 @@ import torch
 import torchfmri
 from torchfmri.cli import main
 from torchfmri.routing import (
+    Divergence,
     LearningDynamics,
     RoutingConfig,
     RoutingLanguageModel,
     UnitRates,
     computation_parameters,
+    helpfulness,
     map_prototypes,
     plot_prototypes,
+    plot_selectivity,
     routing_parameters,
 )
 from torchfmri.routing.experiment.figures import draw_figures
@@ -298,6 +301,33 @@ def test_a_finished_run_is_read_and_another_plan_is_not(tmp_path: Path) -> None:
     assert (tmp_path / "token-0.json").stat().st_mtime_ns == stamp
     longer = replace(TINY, steps=7)
     assert TrainingRun(longer, tmp_path).run()["plan"]["steps"] == 7
+
+
+@pytest.mark.parametrize("name", ["token-0.pt", "token-0.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "a tensor"])
+def test_a_damaged_file_of_a_run_is_named(content: str, name: str, tmp_path: Path) -> None:
+    if content == "a tensor":
+        torch.save(torch.zeros(2), tmp_path / name)
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(torchfmri.FileFormatError, match=f"{name}.*Move it away"):
+        TrainingRun(TINY, tmp_path).run()
+
+
+def test_a_checkpoint_of_another_plan_is_not_used(tmp_path: Path) -> None:
+    torch.save({"plan": replace(TINY, steps=7).to_dict()}, tmp_path / "token-0.pt")
+    seen: list[int] = []
+    TrainingRun(TINY, tmp_path).run(seen.append)
+    assert seen == list(range(1, TINY.steps + 1))
+
+
+def test_what_cannot_be_drawn_or_learnt_from_is_named() -> None:
+    with pytest.raises(torchfmri.InspectionError, match="There are no prototypes to draw"):
+        plot_prototypes([])
+    with pytest.raises(torchfmri.InspectionError, match="There are no rates to draw"):
+        plot_selectivity({}, [])
+    with pytest.raises(torchfmri.InspectionError, match="over='sample': choose one of"):
+        Divergence(goodness=helpfulness, over="sample")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -38,12 +38,12 @@ def require(condition: bool, name: str, value: object, meaning: str) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an int, and no bool."""
+    """Whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_list(value: object) -> bool:
-    """Whether a value is a sequence, and no text."""
+    """Whether a value is a sequence other than a text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -71,7 +71,7 @@ def check_callable(name: str, value: Any, meaning: str) -> None:
 
 def check_module(name: str, value: Any) -> None:
     """Raise if an argument is not a model."""
-    meaning = "give a model, which is an nn.Module, and no class of one"
+    meaning = "give a model: an nn.Module, not its class"
     require(isinstance(value, nn.Module), name, value, meaning)
 
 
@@ -103,7 +103,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_device(name: str, value: Any) -> torch.device:
-    """Return the device that an argument names, tried out.
+    """Return the device that an argument names, once a tensor fits there.
 
     Raises:
         InspectionError: PyTorch knows no such device, or this machine has none.
@@ -122,7 +122,7 @@ def check_device(name: str, value: Any) -> torch.device:
 
 
 def check_path(name: str, value: Any) -> Path:
-    """Return the path that an argument is.
+    """Return an argument as a path.
 
     Raises:
         InspectionError: It is not a path.

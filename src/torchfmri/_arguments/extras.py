@@ -1,4 +1,4 @@
-"""Packages that an extra installs: what to do where one is missing.
+"""Packages that an extra installs: what to do if one is missing.
 
 `with from_extra(...)` stands around the import of an optional package, inside the function that
 needs it: the core needs torch and numpy only. An ImportError in the block becomes the command that
@@ -15,7 +15,7 @@ from torchfmri.exceptions import InspectionError
 
 @contextmanager
 def from_extra(need: str, extra: str, otherwise: str = "") -> Iterator[None]:
-    """Explain an import of the block that fails.
+    """Say how to install what an import in the block does not find.
 
     Args:
         need: What needs which package, such as "Parquet needs pyarrow".

@@ -67,7 +67,7 @@ def _says_much(value: object) -> bool:
 
 
 def _window(queries: int, keys: int, left: int, right: int, device: torch.device) -> Tensor | None:
-    """Return which keys may be read (True), the last query at the last key; None if all may."""
+    """Return which keys each query may read, the last one up to the last key; None if all."""
     if left < 0 and right < 0:
         return None
     at = torch.arange(keys - queries, keys, device=device)[:, None]

@@ -58,10 +58,9 @@ class FusedAttention(NamedTuple):
 
         A query that may read no key at all has a row of zeros, as the kernels return zeros for it.
         """
-        logits = masked_logits(
-            self.query[..., first:last, :], self.key, self.mask, self.scale, self.causal,
-            first=first, queries=self.query.shape[-2],
-        )  # fmt: skip
+        query, queries = self.query[..., first:last, :], self.query.shape[-2]
+        given = (query, self.key, self.mask, self.scale, self.causal)
+        logits = masked_logits(*given, first=first, queries=queries)
         pattern = logits.softmax(-1)
         return pattern.masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
 

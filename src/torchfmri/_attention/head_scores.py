@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 HEAD_SCORES = {
-    "entropy": "entropy of the attention in nats; 0 where all of it is on one token",
+    "entropy": "entropy of the attention in nats; 0 if all of it is on one token",
     "distance": "mean distance to the tokens attended to, in tokens",
     "first": "share of the attention on the first token of the sequence",
     "previous": "share on the token before; nan for the first token",
@@ -49,9 +49,14 @@ def score_heads(
 
 
 def _score(
-    pattern: Tensor, first: int, last: int, ids: Tensor, kept: Tensor, position: Tensor,
+    pattern: Tensor,
+    first: int,
+    last: int,
+    ids: Tensor,
+    kept: Tensor,
+    position: Tensor,
     start: Tensor,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return the scores of queries `first` to `last` - 1 by name, (b, heads, rows) each."""
     b, heads, rows, keys = pattern.shape
     at = torch.arange(first, last, device=ids.device)

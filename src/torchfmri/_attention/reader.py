@@ -86,13 +86,13 @@ class AttentionCall:
         dtype = source.query.dtype if isinstance(source, FusedAttention) else source.dtype
         return torch.float64 if dtype == torch.float64 else torch.float32
 
-    def chunks(self, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pattern in parts of at most `limit` bytes: the first query, and its rows.
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pattern in parts of at most `CHUNK_BYTES`: the first query, and its rows.
 
         Each part is (b, heads, rows, k), the weights of one row adding up to 1.
         """
         queries = self.shape[2]
-        rows = max(1, limit * queries // max(1, self.bytes))
+        rows = max(1, CHUNK_BYTES * queries // max(1, self.bytes))
         for first in range(0, queries, rows):
             last = min(first + rows, queries)
             if isinstance(self._source, FusedAttention):

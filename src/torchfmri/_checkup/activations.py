@@ -33,10 +33,11 @@ _NODES = {
     "HardtanhBackward0": "hardtanh", "SoftplusBackward0": "softplus",
     "ClampMinBackward0": "relu", "ThresholdBackward0": "relu",
 }  # fmt: skip
+_MOST_STEPS = 5  # back through the graph to the function behind a value
 _PASSING = (
-    "View", "Reshape", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Flatten",
-    "Expand", "Slice", "Select", "Alias", "NativeDropout",
-)  # fmt: skip
+    *("View", "Reshape", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ToCopy", "Clone"),
+    *("Flatten", "Expand", "Slice", "Select", "Alias", "NativeDropout"),
+)
 
 
 _POOLING = ("Mean", "AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", "Max", "Amax")
@@ -49,14 +50,14 @@ def function_of_module(module: nn.Module) -> str:
     return _MODULES.get(type(module), "")
 
 
-def function_behind(tensor: Tensor, most: int = 5) -> tuple[str, Any]:
+def function_behind(tensor: Tensor) -> tuple[str, Any]:
     """Return what function made a tensor, and the node before it; ("", the last node) if none did.
 
     Pooling is looked through for relu, whose values are 0 after it only if all were.
     """
     node = tensor.grad_fn
     pooled = False
-    for _ in range(most):
+    for _ in range(_MOST_STEPS):
         if node is None:
             break
         name = type(node).__name__ if node.__class__.__module__ == "builtins" else node.name()

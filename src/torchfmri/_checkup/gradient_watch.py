@@ -4,7 +4,8 @@
 GradScaler unscales it, and when the optimizer takes it: the ratios show clipping, clearing and
 stale gradients. Norms are in float64, because squares of large gradients overflow float32. A
 non-finite gradient raises `Lost` before the weights are touched, so that the step can be run again
-from the same weights.
+from the same weights. What is noted may grow; a hook must not change a gradient, because the step
+goes on with it.
 """
 
 from __future__ import annotations

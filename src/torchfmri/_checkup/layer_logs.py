@@ -2,7 +2,8 @@
 
 `Watcher` adds calls, `Checkup` asks for the result. Several calls of a layer in one step are
 merged, weighted by their samples. A unit is judged over a window of at least `LEAST_SAMPLES`
-samples and `LEAST_STEPS` steps; with fewer, chance switches units off.
+samples and `LEAST_STEPS` steps; with fewer, chance switches units off. Both limits belong to the
+cuts of dead units: change them only with the suite of `benchmarks diagnosis`.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class NormLog:
 
 
 def normalises_one(module: nn.Module, values: Tensor) -> bool:
-    """Whether a norm layer takes each mean over a single number: it returns its bias, always."""
+    """Whether a norm layer takes each mean over a single number, and so always returns its bias."""
     if isinstance(module, nn.LayerNorm):
         return math.prod(module.normalized_shape) == 1
     if isinstance(module, nn.GroupNorm) and values.ndim > 1:

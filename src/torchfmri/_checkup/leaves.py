@@ -2,7 +2,7 @@
 
 `Checkup` looks at the first two steps. A tensor that a step makes for itself is a new one at the
 next step, so only leaves that stay are reported. Walks over the graph are bounded (`_BRANCH`): in a
-deep residual net the cost would otherwise grow with the square of the depth.
+deep residual net the cost would grow with the square of the depth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BRANCH = 256
 
 
 class Leaves:
-    """Leaves behind the loss that neither the model nor an optimizer nor the data has.
+    """Tensors that the loss depends on and that model, optimizers and data do not have.
 
     A tensor that a step makes for itself (to differentiate with respect to its input) is another
     one at the next step; what stays is a weight.

@@ -2,7 +2,8 @@
 
 `Checkup` calls `loss_facts` once, after the first step, with what `LossWatch` and `Watcher` saw.
 `score_of` calls the user's loss again on made-up outputs, on a copy and with random state restored,
-so that it leaves no trace.
+so that it leaves no trace. A fact that cannot be read keeps its default, which never leads to a
+finding: guess nothing here, because a false alarm accuses a right loss.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def loss_facts(
 def _range_left(
     watcher: Watcher, seen: LossWatch, function: str, target: Tensor | None
 ) -> tuple[str, float, str]:
-    # The function whose range most targets are outside of, what share of them is, and the range.
+    # The function whose range does not hold most targets, what share of them is, and the range.
     outside = 0.0 if target is None else share_outside(function, target)
     reach = RANGES[function][0] if function in RANGES else ""
     detailed = watcher.last_detailed

@@ -2,7 +2,7 @@
 
 `OperationWatch` hands it each operation below autograd. It knows losses by the names of ATen
 operations; `kl_div` has none and is recognised by its parts, t log t - t x. Operations inside the
-model are looked at too where only a loss has them. `release` must be called after the step, since
+model are looked at too if only a loss has them. `release` must be called after the step, since
 it holds the step's tensors. A new loss is an entry of the tables at the top, or a method beside
 `_look_at_nll`.
 """
@@ -26,7 +26,7 @@ _MEAN = 1
 
 
 class LossWatch:
-    """Notes what the operations of one step tell about the loss.
+    """Notes what the operations of one step show about the loss.
 
     Attributes:
         classes: The number of classes of the cross entropy, if there is one.
@@ -186,7 +186,7 @@ def _are_probabilities(values: Tensor) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tensors are the same numbers in memory."""
+    """Whether two tensors share the same numbers in memory."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return False
     return one.data_ptr() == other.data_ptr()

@@ -26,7 +26,7 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
     """Return how much outputs move when another sample is exchanged, relative to how they differ.
 
     Three forward passes in evaluation mode, where batch norms and dropout leave samples alone. nan
-    where that cannot be told: outputs that are not one row per sample or differ by themselves from
+    if that cannot be told: outputs that are not one row per sample or differ by themselves from
     pass to pass, sequences (whose first axis may be time), or norms that always take the batch's
     own statistics.
     """
@@ -99,5 +99,5 @@ def _takes_batch_statistics(model: nn.Module) -> bool:
 
 
 def _is_square(model: nn.Module, count: int) -> bool:
-    """Whether it holds a matrix of all samples by all samples, such as the edges of a graph."""
+    """Whether the model holds a matrix of all samples by all samples, such as a graph's edges."""
     return any(tuple(each.shape).count(count) > 1 for each in model.buffers())

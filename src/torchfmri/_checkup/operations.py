@@ -31,10 +31,8 @@ _LOGIT_NAMES = (
     "expand transpose permute clone _to_copy softcap tanh contiguous"
 )
 _KEEPS_LOGITS = frozenset(_LOGIT_NAMES.split())
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_ATTENTION = tuple(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS)
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 # Losses that compare output and target number by number.
 _NUMBER_BY_NUMBER = ("binary_cross_entropy", "mse_loss")
@@ -44,10 +42,10 @@ _COPIES = frozenset(["clone", "_to_copy", "contiguous", "_unsafe_view"])
 
 
 class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what the operations of one step tell.
+    """Notes what the operations of one step show about the model.
 
     Args:
-        where: The layer that is running, "" outside of the model.
+        where: The layer that is running, "" outside the model.
         step: The number of the step.
         notes: Takes down what fails in here.
         samples: How many samples the batch has; 0 if another axis is as long.

@@ -129,7 +129,7 @@ class Checkup:
     # -- one step ----------------------------------------------------------------------------
 
     def _take_step(self, number: int, batch: Any, detailed: bool) -> bool:
-        """Whether the run can go on."""
+        """Take one training step; return whether the run can go on."""
         copies, watcher = self._copies, self._watcher
         split = None if self._own_step is not None else split_batch(batch, copies.loss)
         with self._notes.guard("A batch"):
@@ -281,7 +281,7 @@ class Checkup:
             return mixed_share(self._copies.model, *call)
         except Exception as error:
             self._notes.add(
-                "Whether samples influence each other was not looked at: in evaluation mode the "
+                "Whether samples influence each other was not checked: in evaluation mode the "
                 f"model does not run ({type(error).__name__}: {error})."
             )
             return math.nan

@@ -82,7 +82,7 @@ def split_batch(batch: Any, loss: Any) -> Split:
         name = next((name for name in TARGET_NAMES if name in keywords), None)
         if name is None:
             raise InspectionError(
-                f"The batch has {', '.join(map(repr, keywords))}, and none of "
+                f"The batch has {', '.join(map(repr, keywords))}, but none of "
                 f"{', '.join(map(repr, TARGET_NAMES))} for the loss. Use step= for your own step."
             )
         target = keywords.pop(name)
@@ -136,7 +136,7 @@ def untouched(
 
     Yields a function that raises if weights changed: such a step trains the original, and a run on
     copies says nothing about it. Where only settings of the optimizer changed (by a scheduler that
-    was made outside of the step), they are put back at the end, with a note.
+    was made outside the step), they are put back at the end, with a note.
     """
     if step is None:
         yield lambda: None

@@ -140,7 +140,7 @@ class Watcher:
         )
 
     def here(self) -> str:
-        """Return the innermost layer that is running; "" outside of the model."""
+        """Return the innermost layer that is running; "" outside the model."""
         return self._running.stack[-1] if self._running.stack else ""
 
     def _hook_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
@@ -323,7 +323,7 @@ class StepLog:
 
 
 def _fed_by(node: Any) -> list[Any]:
-    """Return a node's inputs if it keeps a layer's output recognisable; otherwise an empty list."""
+    """Return a node's inputs if it keeps a layer's output recognisable, else an empty list."""
     before = [each for each, _ in node.next_functions if each is not None]
     return before if len(before) == 1 or node.name() in _SUMS else []
 

@@ -1,7 +1,8 @@
 """Sizes of weights, outputs and gradients: functions of tensors without side effects.
 
 The files of this room use them. Complex numbers count as pairs of real ones. `noise_scale` is the
-unbiased estimate of McCandlish et al. 2018, with the steps of a run in place of examples.
+unbiased estimate of McCandlish et al. 2018, with the steps of a run in place of examples. They must
+stay without side effects, because hooks call them in the middle of the user's pass.
 """
 
 from __future__ import annotations

@@ -312,9 +312,14 @@ class ContrastTrial:
         # Exchanging all labels of groups of one size, or of all pairs, gives -t.
         sizes = np.bincount(self.labels)
         return permute(
-            values, ~np.isnan(tested.statistic), statistic, relabellings=count, exact=exact,
-            two_sided=two_sided, mirrored=len(sizes) == 2 and sizes[0] == sizes[1],
-        )  # fmt: skip
+            values,
+            ~np.isnan(tested.statistic),
+            statistic,
+            relabellings=count,
+            exact=exact,
+            two_sided=two_sided,
+            mirrored=len(sizes) == 2 and sizes[0] == sizes[1],
+        )
 
     def differences(self) -> dict[str, Doubles]:
         """Return layer -> (w,) the weighted sum of the groups' mean vectors.

@@ -73,9 +73,7 @@ class ContrastBoard(Board):
         first = names.index(inside[0]) if inside else 0
         before = bool(inside) and any(numbers[name] is None for name in names[:first])
         after = any(numbers[name] is None for name in names[first:])
-        self._pieces = [
-            *([_BEFORE] if before else []), *map(str, blocks), *([_AFTER] if after else []),
-        ]  # fmt: skip
+        self._pieces = [_BEFORE] * before + list(map(str, blocks)) + [_AFTER] * after
         column = {number: at + before for at, number in enumerate(blocks)}
         rows: dict[str, dict[int, list[int]]] = {}
         self._cells: dict[str, tuple[str, int]] = {}
@@ -262,8 +260,8 @@ class ContrastBoard(Board):
         places = self._places[plane]
         longest = places[:, (places >= 0).sum(0).argmax()]
         own = self.contrast.columns[longest].names
-        found = [plane + name[len(layer) :] for layer, name in
-                 zip(self.contrast.columns.layer[longest], own, strict=True)]  # fmt: skip
+        pairs = zip(self.contrast.columns.layer[longest], own, strict=True)
+        found = [plane + name[len(layer) :] for layer, name in pairs]
         # Experts that are layers of their own share a row: their parts are numbered.
         unique = len(set(found)) == len(found)
         return found if unique else [f"{plane}[{at}]" for at in range(len(found))]

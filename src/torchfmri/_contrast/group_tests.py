@@ -3,8 +3,8 @@
 `ContrastTrial` calls them for a block of columns; they return a `Tested`, whose fields are those of
 a `Contrast`. A prompt counts once, whatever its length: tokens of one prompt are not independent.
 Results equal those of scipy and statsmodels to 1e-10, which `test_contrast.py` checks. Differences
-as small as the rounding of float32 are no variance: without this rule constant columns would be
-"significant". Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
+as small as the rounding of float32 do not count as variance: without this rule constant columns
+would be "significant". Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
 """
 
 from __future__ import annotations
@@ -176,9 +176,16 @@ def paired(
         g, low, high = hedges(mean, np.sqrt(variance), count - 1, 1 / count, alpha, -1.0)
     number = count.astype(np.int64)
     return Tested(
-        n_a=number, n_b=number, effect=mean, g=g, ci_low=low, ci_high=high, statistic=t,
-        dof=dof, p=t_tail(t, dof, two_sided=two_sided),
-    )  # fmt: skip
+        n_a=number,
+        n_b=number,
+        effect=mean,
+        g=g,
+        ci_low=low,
+        ci_high=high,
+        statistic=t,
+        dof=dof,
+        p=t_tail(t, dof, two_sided=two_sided),
+    )
 
 
 def f_test(
@@ -216,9 +223,16 @@ def tested_by_f(
     """Return the outcome of an F-test, which has no second side and no g; p follows from f."""
     nothing, below = np.full(len(f), np.nan), np.where(np.isnan(f), np.nan, dof)
     return Tested(
-        n_a=number, n_b=np.zeros_like(number), effect=effect, g=nothing, ci_low=nothing,
-        ci_high=nothing, statistic=f, dof=below, p=f_tail(f, float(dof_num), below),
-    )  # fmt: skip
+        n_a=number,
+        n_b=np.zeros_like(number),
+        effect=effect,
+        g=nothing,
+        ci_low=nothing,
+        ci_high=nothing,
+        statistic=f,
+        dof=below,
+        p=f_tail(f, float(dof_num), below),
+    )
 
 
 def _explained(contrasts: Doubles, found: Moments) -> Doubles:

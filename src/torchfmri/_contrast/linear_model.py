@@ -197,10 +197,10 @@ class GLM:
         design, names, _, row = self._matrix(prompt)
         size = np.abs(design).max(0, initial=0.0)
         ax = axes_or_new(ax, 1.2 + 0.6 * design.shape[1], 4.5)
-        ax.imshow(design / np.where(size > 0, size, 1.0), aspect="auto", cmap="PuOr_r", vmin=-1,
-                  vmax=1, interpolation="nearest")  # fmt: skip
-        ax.set_xticks(range(design.shape[1]), [escape(each) for each in names],
-                      rotation=45, ha="right", fontsize=8)  # fmt: skip
+        look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "PuOr_r"}
+        ax.imshow(design / np.where(size > 0, size, 1.0), vmin=-1, vmax=1, **look)
+        labels = [escape(each) for each in names]
+        ax.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize=8)
         ax.set_ylabel(row)
         title = self.formula if prompt is None else f"{self.formula}\ntokens of {prompt}"
         ax.set_title(escape(title), fontsize=10)

@@ -4,8 +4,8 @@
 whatever the distribution of the values, so the share of relabellings that reach what was seen is a
 p-value. The largest statistic of each relabelling is the null distribution of the largest one of
 all columns: what exceeds it holds for the whole family. The true labelling is always among the
-relabellings, so that p is never 0. It must be computed exactly as the others are, since otherwise
-rounding decides whether it reaches itself.
+relabellings, so that p is never 0. It must be computed exactly as the others are, or
+rounding would decide whether it reaches itself.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def relabel(
 ) -> tuple[NDArray[np.int64], bool]:
     """Return (m, n) labels, the true ones first, and whether they are all that there are.
 
-    Two groups with few prompts are enumerated; otherwise labels are drawn.
+    Two groups with few prompts are enumerated; else labels are drawn.
     """
     n, first = len(groups), int((groups == 0).sum())
     if groups.max(initial=0) == 1 and comb(n, first) <= number:
@@ -219,7 +219,7 @@ def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], number: i
 def paired_statistic(signs: Doubles) -> Statistic:
     """Return a function for differences (n, v): their mean with signs (m, n) over their rms.
 
-    It orders as t does, also among columns, and no digits are lost where all differences are alike.
+    It orders as t does, also among columns, and no digits are lost if all differences are alike.
     """
 
     def statistic(values: NDArray[np.floating]) -> Doubles:

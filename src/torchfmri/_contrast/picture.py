@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._text import layer_label, shorten, star
-from torchfmri.visualization import axes_or_new, escape
+from torchfmri.visualization import axes_or_new, escape, write_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 64
 """Voxels or units of a layer that are drawn above each other; of more, the strongest of some."""
 _MOST_ACROSS, _FEWEST_ACROSS = 96, 24
-"""Voxels on a line of a layer outside of the blocks; a few do not fill it, many take several."""
+"""Voxels on a line of a layer outside the blocks; a few do not fill it, many take several."""
 _ROW, _THINNEST, _THICKEST, _GAP, _AXIS = 0.044, 0.2, 1.1, 0.08, 0.62
 """Inches: of a row, a band, the gap between bands, and the axis below the blocks."""
 _FAINTEST = 0.12
@@ -81,7 +81,7 @@ def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:
     if outside:
         at += _AXIS if inside else 0.2
         parts = f"the {contrast.level}s of a layer side by side" * (contrast.level != "layer")
-        said = ": ".join(each for each in ("outside of the blocks" * bool(inside), parts) if each)
+        said = ": ".join(each for each in ("outside the blocks" * bool(inside), parts) if each)
         ax.text(-0.5, at - 0.5 * _GAP, said, fontsize=7.5, color=_GREY, va="bottom")
         more, at = _draw_bands(ax, outside, shades, depth, at)
         middles += more
@@ -139,7 +139,7 @@ def _lines(places: Sequence[int]) -> NDArray[np.int64]:
 
 
 def block_number(layer: str) -> int | None:
-    """Return the number of the block that a layer is in; None outside of blocks."""
+    """Return the number of the block that a layer is in; None outside blocks."""
     number = next((part for part in layer.split(".") if part.isdigit()), None)
     return None if number is None else int(number)
 
@@ -276,11 +276,6 @@ def _write(ax: Axes, contrast: Contrast, wide: float, pooled: str) -> None:
     lines = wrap(contrast.summary.partition(": ")[2], int(17 * wide))
     lines += wrap(f"{_LEGEND}{pooled}", int(17 * wide))
     pad = 6 + 11 * len(lines)
-    ax.set_title(
-        escape(f"{contrast.model}: {contrast.question}" if contrast.model else contrast.question),
-        fontsize=11, loc="left", fontweight="bold", pad=pad,
-    )  # fmt: skip
-    ax.annotate(
-        escape("\n".join(lines)), (0, 1), xycoords="axes fraction", xytext=(0, 5),
-        textcoords="offset points", fontsize=8, color=_GREY, va="bottom", annotation_clip=False,
-    )  # fmt: skip
+    title = f"{contrast.model}: {contrast.question}" if contrast.model else contrast.question
+    ax.set_title(escape(title), fontsize=11, loc="left", fontweight="bold", pad=pad)
+    write_above(ax, "\n".join(lines), 5, fontsize=8, color=_GREY, va="bottom")

@@ -2,7 +2,8 @@
 
 `_scan/prompts` makes a `PromptTable`, and everything in this room reads it; the tests of this room
 make tables without any scan. nan marks a prompt without a value. `vectors` is a function and not an
-array: mean vectors are large, and few contrasts need them.
+array: mean vectors are large, and few contrasts need them. Fields may be added with a default; nan
+must stay the only mark of a missing value, because every test counts prompts by it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 VectorReader = Callable[[Mapping[int, int], int], Mapping[str, NDArray[np.float64]]]
 """From {place of a prompt: its group} and the number of groups to {layer: (k, w)}, the means of the
-prompts' mean vectors; it raises where there are none."""
+prompts' mean vectors; it raises if there are none."""
 BLOCK_BYTES = 32 << 20
 """How much of a table is worked on at once."""
 
@@ -93,7 +94,7 @@ class PromptTable:
         tokens: Which tokens count, in words.
         model: Whose values they are.
         places: (n,) where each prompt stands in its scans.
-        vectors: Reads the mean vectors of prompts, where there are some.
+        vectors: Reads the mean vectors of prompts, if there are any.
         notes: What has to be known.
         scans: The names of the folders that the prompts are from.
         texts: (n,) the text of each, or its hash: what tells copies from prompts that happen to

@@ -76,7 +76,7 @@ class Contrast:
         prompts: Condition -> the names of its prompts.
         columns: What the columns are: layer, module, kind, first unit, number of units.
         n_a: (v,) prompts with a value on the positive side; of an F-test and a linear model, all.
-        n_b: (v,) on the negative side; 0 where there are no sides.
+        n_b: (v,) on the negative side; 0 if there are no sides.
         effect: (v,) the weighted sum of the means; of an F-test the largest mean less the smallest,
             of one in a linear model the largest coefficient.
         g: (v,) Hedges g: the effect in standard deviations over prompts, with the weights divided
@@ -336,8 +336,8 @@ class Contrast:
     def calibrate(self, draws: int = 200, seed: int = 0) -> Contrast:
         """Return the same contrast with its calibration: how often shuffled labels find anything.
 
-        The labels of the prompts are shuffled (of pairs: exchanged) and the whole path is run
-        again, so many times. Of a test that is right, a share of alpha finds something.
+        The labels of the prompts are shuffled, or exchanged within pairs, and the whole path is
+        run again, `draws` times. A test that is right finds something in a share of alpha of them.
 
         Raises:
             InspectionError: The contrast was loaded, nothing was tested, or many tests are

@@ -2,7 +2,7 @@
 
 `Contrast.report` returns a `ContrastReport`, whose methods have the names of nilearn's reports. The
 page is one file that loads nothing from anywhere. Names of prompts and layers come from the user's
-data: everything is escaped.
+data: everything is escaped. Layout and words may change freely.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ContrastReport:
         contrast = self.contrast
         if contrast.calibration is None:
             return (
-                "Not looked at. contrast.calibrate() shuffles the labels of these prompts and runs "
+                "Not checked. contrast.calibrate() shuffles the labels of these prompts and runs "
                 "the whole path again, 200 times, to see how often it finds something in nothing."
             )
         return (
@@ -119,8 +119,9 @@ class ContrastReport:
             "w", suffix=".html", prefix="torchfmri-", delete=False, encoding="utf-8"
         ) as file:
             file.write(self.html())
-        webbrowser.open(f"file://{file.name}")
-        return Path(file.name)
+        page = Path(file.name)
+        webbrowser.open(page.as_uri())
+        return page
 
     def _repr_html_(self) -> str:
         return self._body()

@@ -3,7 +3,7 @@
 `GLM.contrast` calls `fit`, and `Refit` does so again with shuffled prompts for `calibrate`. It is
 ordinary least squares over prompts; `test_linear_model.py` compares it with statsmodels. A column
 that lacks a value of any prompt is not tested, because the design would differ from column to
-column.
+column. The code may change freely as long as that comparison holds.
 """
 
 from __future__ import annotations
@@ -125,13 +125,18 @@ def fit(level: Level, weights: Doubles, options: TestOptions) -> Tested:
         f = explained / len(weights) / variance
         return tested_by_f(number, np.abs(effects).max(0), f, len(weights), dof)
     t = effects[0] / np.sqrt(variance * spread[0, 0])
-    g, low, high = hedges(
-        effects[0], np.sqrt(variance), np.full(len(t), dof), np.full(len(t), spread[0, 0]),
-        options.alpha, 0.0,
-    )  # fmt: skip
+    freedoms, spreads = np.full(len(t), dof), np.full(len(t), spread[0, 0])
+    deviation = np.sqrt(variance)
+    g, low, high = hedges(effects[0], deviation, freedoms, spreads, options.alpha, 0.0)
     freedom = np.where(np.isnan(variance), np.nan, dof)
     return Tested(
-        n_a=number, n_b=np.zeros_like(number), effect=np.where(usable, effects[0], np.nan), g=g,
-        ci_low=low, ci_high=high, statistic=t, dof=freedom,
+        n_a=number,
+        n_b=np.zeros_like(number),
+        effect=np.where(usable, effects[0], np.nan),
+        g=g,
+        ci_low=low,
+        ci_high=high,
+        statistic=t,
+        dof=freedom,
         p=t_tail(t, freedom, two_sided=options.two_sided),
-    )  # fmt: skip
+    )

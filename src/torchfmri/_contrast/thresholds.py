@@ -13,8 +13,11 @@ from torchfmri._contrast.record import Contrast
 from torchfmri._text import plural, printable
 
 _CONTROLS = {
-    "fdr": "FDR", "bonferroni": "Bonferroni", "max": "the largest statistic", "fpr": "uncorrected",
-}  # fmt: skip
+    "fdr": "FDR",
+    "bonferroni": "Bonferroni",
+    "max": "the largest statistic",
+    "fpr": "uncorrected",
+}
 _RISKS = {
     "fdr": "and at most {percent} of these are expected to be chance",
     "bonferroni": "with a risk of {percent} that any of these is chance",

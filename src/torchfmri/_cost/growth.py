@@ -179,7 +179,7 @@ class Growth:
         )
 
 
-def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
+def fit_growth(samples: Sequence[Sample]) -> Growth:
     """Fit laws to samples of several sizes, and return them."""
     measured = {(s.size.batch, s.size.length): s.peak_bytes for s in samples}
     samples = same_program(samples)
@@ -197,11 +197,11 @@ def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
     total = LayerGrowth(*(fit_law(terms, sizes, counts[:, :, k].sum(1)) for k in range(3)))
     peak = PeakLaw(terms, samples)
     check = _check(samples)
-    said = [*notes, *_describe(terms, total, peak, check)]
+    notes = _describe(terms, total, peak, check)
     if other:
-        said.append(f"another program runs at {', '.join(other)}: not part of the laws")
+        notes.append(f"another program runs at {', '.join(other)}: not part of the laws")
     return Growth(
-        layers=layers, total=total, measured=measured, check=check, notes=tuple(said), _peak=peak
+        layers=layers, total=total, measured=measured, check=check, notes=tuple(notes), _peak=peak
     )
 
 

@@ -94,7 +94,7 @@ class Cost(Mapping[str, LayerCost]):
     """The cost of a model on its data, per layer and in total.
 
     It maps each layer to its `LayerCost`, which includes everything inside the layer. `""` is the
-    model, and `"(loss)"` is what runs outside of it. All `own` values add up to `total`.
+    model, and `"(loss)"` is what runs outside it. All `own` values add up to `total`.
 
     Attributes:
         model: The class of the model.

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_module
+from torchfmri._arguments import check_module, shown
 from torchfmri._model import (
-    WITH_TARGET,
     Loss,
     arguments_for,
     compiled_code_as_eager,
     copy_of_data,
     loss_of,
     prepare_backward,
+    refuse_list,
     runnable,
     switched_off,
     unchanged,
@@ -54,16 +54,11 @@ class MeasuredStep:
 
     def __post_init__(self) -> None:
         check_module("model", self.model)
-        if isinstance(self.data, list):
-            raise InspectionError(
-                f"data is a list of {len(self.data)}. For several positional arguments pass a "
-                "tuple, and for a model that takes a list pass (data,). For [x, y] pass x as the "
-                f"data, and {WITH_TARGET}."
-            )
+        refuse_list(self.data)
         tensors = [each.tensor for each in flatten(self.data)]
         if not tensors:
             raise InspectionError(
-                f"data={self.data!r} holds no tensor. Pass what the model is called with: a "
+                f"data={shown(self.data)} holds no tensor. Pass what the model is called with: a "
                 "tensor, a tuple of positional arguments or a dict of keyword arguments; NumPy "
                 "arrays become tensors with torch.from_numpy."
             )

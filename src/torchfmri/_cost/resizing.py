@@ -8,13 +8,14 @@ cut or repeated and never padded, so that the same program runs at every size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchfmri._arguments import is_list, is_whole, require
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
 
 AXES = ("batch", "length")
@@ -87,7 +88,14 @@ def data_of_size(
             "This data has no length: axis 1 is taken as the length of (b, s) token numbers and "
             "(b, s, width) floats. Give a function data(batch=..., length=...) that makes it."
         )
-    return Sized(_resized(data, given, size), _resized(target, given, size))
+    resize = partial(_resized, given, size)
+    made = Sized(map_tensors(data, resize), map_tensors(target, resize))
+    if size_of(made.data) != given._replace(**size):
+        raise InspectionError(
+            f"A {type(data).__name__} cannot be brought to another size. Give tensors in tuples, "
+            "lists or dicts, or a function data(batch=..., length=...) that makes the data."
+        )
+    return made
 
 
 def size_of(data: Any) -> Size:
@@ -108,18 +116,8 @@ def _has_length(tensor: Tensor) -> bool:
     return tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
 
 
-def _resized(value: Any, given: Size, size: Mapping[str, int]) -> Any:
-    """Return the value with every tensor cut or repeated; mappings become dicts."""
-    if isinstance(value, Tensor):
-        return _resized_tensor(value, given, size)
-    if isinstance(value, Mapping):
-        return {key: _resized(each, given, size) for key, each in value.items()}
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_resized(each, given, size) for each in value)
-    return value
-
-
-def _resized_tensor(tensor: Tensor, given: Size, size: Mapping[str, int]) -> Tensor:
+def _resized(given: Size, size: Mapping[str, int], tensor: Tensor) -> Tensor:
+    """Return the tensor with its batch and length cut or repeated."""
     lengthy = tensor.ndim in (2, 3) and given.length > 1 and tensor.shape[1] == given.length
     for axis, wanted, applies in (
         (0, size.get("batch"), tensor.ndim > 0 and tensor.shape[0] == given.batch),

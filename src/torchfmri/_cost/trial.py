@@ -43,14 +43,14 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
     twin, optimizers, twin_loss = copy_training(model, optimizer, loss)
     if len(optimizers) > 1:
         raise InspectionError(
-            f"{len(optimizers)} optimizers were given, and advice is measured with one. Give one "
+            f"{len(optimizers)} optimizers were given, and `advise` works with one. Give one "
             "of them, or leave the optimizers out."
         )
     own = optimizers[0] if optimizers else None
     if own is not None and needs_closure(own):
         raise InspectionError(
-            f"{type(own).__name__} asks for a closure in each step, which advice does not know; "
-            "leave the optimizer out."
+            f"{type(own).__name__} asks for a closure in each step, which `advise` does not "
+            "support; leave the optimizer out."
         )
     arguments, keywords = arguments_for(model, data)
     copied = copy_of_data(dict(keywords)) if keywords else copy_of_data(arguments)

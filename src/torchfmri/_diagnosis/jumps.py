@@ -184,7 +184,7 @@ def _about_growth(
         layers=tuple(dict.fromkeys(each.rpartition(".")[0] for each in names if "." in each)),
         step=step,
         text=f"{text}: {cause}.",
-        advice="Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
+        advice="Look at what writes to the weights outside optimizer.step(): load_state_dict, "
         f"scaling, averaging or merging by hand.{advice}",
         evidence={"growth": size, "times": times, "unwatched": unwatched},
     )

@@ -127,13 +127,11 @@ def _once_each(origins: Sequence[Finding]) -> list[Finding]:
     ]
 
 
-_ONCE = frozenset(
-    {
-        "nonfinite_forward", "nonfinite_loss", "nonfinite_backward", "nonfinite_weights",
-        "vanishing_gradients", "exploding_gradients", "activation_growth", "loss_spike",
-        "outlier_batch",
-    }
-)  # fmt: skip
+_ONCE = {
+    *("nonfinite_forward", "nonfinite_loss", "nonfinite_backward", "nonfinite_weights"),
+    *("vanishing_gradients", "exploding_gradients", "activation_growth", "loss_spike"),
+    "outlier_batch",
+}
 """Problems of the whole run, whose layers may vary a little from look to look."""
 
 

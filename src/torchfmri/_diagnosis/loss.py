@@ -151,7 +151,7 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
 
 
 def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
-    """Find a causal model that is to predict the token it is given."""
+    """Find a causal model whose targets are the tokens that it is given."""
     causal = [each for each in seen.heads if each.future == 0]
     if seen.loss.targets != "inputs" or not causal:
         return

@@ -30,7 +30,7 @@ def origin(seen: Observation) -> Iterator[Finding]:
 
 
 def with_epsilon(finding: Finding, seen: Observation) -> Finding:
-    """Return the finding, with its cause where an optimizer divides by an eps that is 0."""
+    """Return the finding, with its cause if an optimizer divides by an eps that is 0."""
     lost = next((each["eps_lost"] for each in seen.structure.groups if each["eps_lost"]), "")
     if finding.problem not in ("nonfinite_update", "nonfinite_weights") or not lost:
         return finding

@@ -61,8 +61,8 @@ class OddBatch(NamedTuple):
 def outlier_batch(seen: Observation) -> Iterator[Finding]:
     """Find the first batch whose size or effect is unlike the others' and harms the run."""
     found = [(odd, _harm_of(seen, odd.step) or _trace_of(seen, odd.step)) for odd in odd_data(seen)]
-    for odd, harm in (*found, *((odd, _harm_of(seen, odd.step)) for odd in _odd_steps(seen)),
-                      *_odd_variances(seen)):  # fmt: skip
+    found += [(odd, _harm_of(seen, odd.step)) for odd in _odd_steps(seen)]
+    for odd, harm in (*found, *_odd_variances(seen)):
         if not harm:
             continue
         held = harm.endswith(_HELD)

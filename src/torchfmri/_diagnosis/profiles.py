@@ -2,8 +2,9 @@
 
 `depth` and `starting_point` read them, and `benchmarks diagnosis` measures them. A profile needs at
 least four layers. The second smallest value counts beside the smallest, because one layer that
-differs is no trend; correlations are of ranks or of logarithms, because sizes span many powers of
-ten.
+differs is not a trend; correlations are of ranks or of logarithms, because sizes span many powers
+of ten. Change these rules only with the suite of `benchmarks diagnosis`, because the cuts were
+measured with them.
 """
 
 from __future__ import annotations

@@ -75,14 +75,14 @@ LIVE: tuple[Diagnose, ...] = (
 """The diagnoses that need nothing but the statistics of a Monitor."""
 
 _NONFINITE = (
-    "nonfinite_forward", "nonfinite_loss", "nonfinite_backward", "nonfinite_update",
-    "nonfinite_weights",
-)  # fmt: skip
+    *("nonfinite_forward", "nonfinite_loss", "nonfinite_backward"),
+    *("nonfinite_update", "nonfinite_weights"),
+)
 _SIZES = (
-    "initial_loss", "saturated_units", "activation_growth", "attention_collapse",
-    "vanishing_gradients", "exploding_gradients", "dead_units", "representation_collapse",
-    "half_headroom", "clipping_hides_explosion", "loss_spike", "diverging_loss",
-)  # fmt: skip
+    *("initial_loss", "saturated_units", "activation_growth", "attention_collapse"),
+    *("vanishing_gradients", "exploding_gradients", "dead_units", "representation_collapse"),
+    *("half_headroom", "clipping_hides_explosion", "loss_spike", "diverging_loss"),
+)
 CAUSES: dict[str, tuple[str, ...]] = {
     "nonfinite_data": (*_NONFINITE, "loss_spike", "diverging_loss", "representation_collapse"),
     "outlier_batch": ("learning_rate_too_high", "updates_lost", *_SIZES, *_NONFINITE),

@@ -62,7 +62,7 @@ def trained_matrices(seen: Observation) -> list[ParameterFacts]:
 
 
 def _maps(each: ParameterFacts | None) -> bool:
-    """Whether it is an array that an optimizer may change, and no table."""
+    """Whether a parameter is a matrix or a kernel, not a table, that an optimizer may change."""
     if each is None or not each.trainable or each.optimized is False:
         return False
     return len(each.shape) >= 2 and "Embedding" not in each.kind
@@ -292,7 +292,7 @@ def is_worse(before: float, after: float) -> bool:
 
 
 def all_frozen(seen: Observation) -> bool:
-    """Whether there are parameters and none asks for gradients."""
+    """Whether there are parameters but none asks for gradients."""
     found = seen.structure.parameters.values()
     return bool(found) and not any(each.trainable for each in found)
 

@@ -1,6 +1,6 @@
 """Diagnoses of step sizes: learning rates that are too high, losses that diverge or jump.
 
-`registry` calls each function. A large update alone is no finding: Adam's first steps, warm
+`registry` calls each function. A large update alone is not a finding: Adam's first steps, warm
 restarts and fast heads have them too. It is one together with harm, a loss that does not fall or
 numbers that are lost. Keep that order of questions; the healthy setups of the suite hold each
 exception. Texts and advice may be changed freely; conditions only with the suite of `benchmarks

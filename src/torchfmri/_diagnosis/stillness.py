@@ -50,7 +50,7 @@ def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
 
 
 def _updates_ended(seen: Observation) -> Iterator[Finding]:
-    """Find lost updates in a Monitor's view: gradients arrive, and no weight moves any more."""
+    """Find lost updates in a Monitor's view: gradients arrive, but no weight moves any more."""
     trace = seen.trace
     if len(trace) < 2 * LEAST_STEPS or not trace.parameters:
         return
@@ -142,7 +142,7 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
             step=step,
             text=f"The weights of {listed(named)} moved at every step until {step - 1} and not at "
             f"all since, while others go on.",
-            advice="If they were frozen on purpose, there is nothing to do; otherwise see who set "
+            advice="If they were frozen on purpose, there is nothing to do; if not, see who set "
             "requires_grad=False or took them out of the optimizer.",
             evidence={"steps_without_update": len(trace) - place},
         )

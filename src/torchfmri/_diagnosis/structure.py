@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from torchfmri._model import each_once, named_layers, named_parameters, unwrap
 
 MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
-NORM_LAYERS = (
-    nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm,
-    *((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
-)  # fmt: skip
+_RMS_NORM = (nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()
+_BATCH_NORM = nn.modules.batchnorm._NormBase
+NORM_LAYERS = (nn.LayerNorm, nn.GroupNorm, _BATCH_NORM, nn.LocalResponseNorm, *_RMS_NORM)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Structure:
         aliases: Parameter name -> all layers that own it, if there are several.
         strangers: How many tensors of the optimizers are not part of the model.
         groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, the
-            parameters' names, and eps_lost: what its eps is where that rounds to 0, else "".
+            parameters' names, and eps_lost: what its eps is if that rounds to 0, else "".
         modes: Layer -> whether it is in training mode, for dropout and batch norms.
         experts: Router layer -> the expert layers that it chooses from.
         trains: Whether the model itself is in training mode.

@@ -15,30 +15,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._records import STORED, History, Series, Step
+from torchfmri._records import DERIVED, STORED, History, Series, Step
 
 Floats = NDArray[np.float64]
 _Stored = Mapping[str, Floats]
 
 
-def _nonfinite(stored: _Stored) -> Floats:
-    return stored["nan"] + stored["pos_inf"] + stored["neg_inf"]
-
-
-def _rms(stored: _Stored) -> Floats:
-    finite = stored["count"] - _nonfinite(stored)
-    found: Floats = np.sqrt((stored["squared_deviations"] + finite * stored["mean"] ** 2) / finite)
-    return found
-
-
 _FIELDS: dict[str, Callable[[_Stored], Floats]] = {
-    "rms": _rms,
-    "abs_max": lambda stored: np.maximum(np.abs(stored["min"]), np.abs(stored["max"])),
+    "rms": DERIVED["rms"],
+    "abs_max": DERIVED["abs_max"],
     "zero_share": lambda stored: stored["zero"] / stored["count"],
     "subnormal_share": lambda stored: stored["subnormal"] / stored["count"],
-    "total": lambda stored: stored["mean"] * (stored["count"] - _nonfinite(stored)),
+    "total": lambda stored: stored["mean"] * DERIVED["finite"](stored),
     "count": lambda stored: stored["count"],
-    "nonfinite": _nonfinite,
+    "nonfinite": lambda stored: stored["nan"] + DERIVED["inf"](stored),
     "harmful": lambda stored: stored["nan"] + stored["pos_inf"],  # -inf alone may be a mask
 }
 
@@ -161,7 +151,7 @@ class RunTrace:
         """Whether the last step has NaN or infinity in one of these; makes no arrays."""
         table = self._steps[-1].table
         rows = [row for what in whats for row in self._rows.get(what, ()) if row < len(table)]
-        counts = _nonfinite(dict(zip(STORED, table[rows].T, strict=True)))
+        counts = _FIELDS["nonfinite"](dict(zip(STORED, table[rows].T, strict=True)))
         return bool((counts > 0).any())
 
     # -- what the optimizer changed ----------------------------------------------------------

@@ -183,10 +183,8 @@ def require_acted(bound: Sequence[BoundEdit]) -> None:
             continue
         reason = "was never called as a module in the block"
         if each.called:
-            reason = (
-                f"was called {each.called} times, and none of the calls had a token that "
-                f"{each.edit!r} selects"
-            )
+            often = "once" if each.called == 1 else f"{each.called} times"
+            reason = f"was called {often}, but no call had a token that {each.edit!r} selects"
         raise InspectionError(
             f"The edit of {each.place.name!r} never acted: layer {each.place.layer!r} {reason}."
         )

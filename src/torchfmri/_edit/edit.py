@@ -197,7 +197,7 @@ class Edit:
             tokens: Positions in the sequence, from 0. While generating with a cache they count on
                 from the prompt; negative ones count from the end of what was fed so far. A bool
                 tensor (b, s) selects for each row.
-            heads: Heads, where the place has them.
+            heads: Heads, if the place has them.
             units: Units (features, channels).
             voxels: Voxels as a scan has them: heads in q/k/v projections, else 64 units.
             rows: Rows of the batch.

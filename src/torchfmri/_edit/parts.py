@@ -82,7 +82,7 @@ def numbers_of(numbers: Numbers, count: int, what: str) -> list[int]:
     """Return the numbers below `count` that a selection means, in its order.
 
     Raises:
-        InspectionError: A number is outside of 0 to `count` - 1.
+        InspectionError: A number is outside 0 to `count` - 1.
     """
     if numbers is None:
         return list(range(count))

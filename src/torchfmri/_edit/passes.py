@@ -1,7 +1,7 @@
 """Which tokens a pass of a model is fed: rows, tokens, and how many stand in its cache.
 
 `BoundEdit` asks for positions and `with_grad`, `attached` starts `listening`, and `_lesion` calls
-`feed` if it edits values outside of a pass. Positions count from the start of the sequence, also
+`feed` if it edits values outside a pass. Positions count from the start of the sequence, also
 while a cache is used, so a cache that does not say its length is refused. A reentrant checkpoint
 switches grad mode off inside, so `with_grad` is that of the model's own call. `current` stays set
 after the model has returned, because a checkpoint runs its part again in the backward pass. The
@@ -43,7 +43,7 @@ class EditPasses:
     """Knows what the pass that runs now was fed.
 
     Attributes:
-        current: The tokens of the pass that runs; None outside of one, or without tokens.
+        current: The tokens of the pass that runs; None outside a pass, or without tokens.
         with_grad: Whether the model was called with grad mode on. Inside, a reentrant checkpoint
             switches it off, and on again when it runs once more.
     """
@@ -53,7 +53,7 @@ class EditPasses:
         self.with_grad = True
 
     def feed(self, b: int, s: int) -> None:
-        """Take b rows of s tokens for what the model is fed."""
+        """Take b rows of s tokens as what the model is fed."""
         self.current = Fed(b, s, 0)
 
     @contextmanager

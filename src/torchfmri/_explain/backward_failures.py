@@ -247,7 +247,7 @@ BACKWARD_FAILURES = (
     Failure(
         "inference_tensor",
         r"inference tensor",
-        "A tensor made under torch.inference_mode() met autograd outside of it.",
+        "A tensor made under torch.inference_mode() met autograd outside that mode.",
         "Such tensors have no version counter and can never take part in a graph. Often a cache, "
         "an embedding or a buffer that was computed once under inference_mode.",
         (

@@ -1,8 +1,8 @@
 """The forms that values of JSON may have, so that a wrong one is found where it is read.
 
 Histories, inspections, findings, contrasts and the table of places check with it right after
-parsing; their readers turn the error into a FileFormatError. True is no number here, though Python
-counts bool as int.
+parsing; their readers turn the error into a FileFormatError. True does not count as a number
+here, though bool is a subclass of int.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Form: TypeAlias = Any
 
 
 def require_form(value: Any, form: Form, name: str) -> None:
-    """Raise `ValueError` where a value is not of the form; a whole number is a float too.
+    """Raise `ValueError` if a value is not of the form; a whole number is a float too.
 
     Args:
         value: As JSON gives it.

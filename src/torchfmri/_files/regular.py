@@ -47,7 +47,7 @@ def list_names(folder: Path, limit: int = 1_000_000) -> list[str]:
         raise FileFormatError(str(folder), "there is no such folder") from error
     except (OSError, ValueError) as error:
         raise FileFormatError(
-            str(folder), f"give a folder that can be read; this is none: {_words(error)}"
+            str(folder), f"give a folder that can be read; this is not one: {_words(error)}"
         ) from error
     if len(names) > limit:
         raise FileFormatError(str(folder), f"it holds more than {limit:,} files")

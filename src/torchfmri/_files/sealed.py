@@ -48,7 +48,7 @@ def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
         body = ("{" + separator.join(fields)).encode()
     except UnicodeEncodeError as error:
         raise InspectionError(
-            f"{where} has a text that is no Unicode ({error.object[error.start]!r}): it cannot be "
+            f"{where} has a text that is not Unicode ({error.object[error.start]!r}): it cannot be "
             "kept. Decode it with errors='replace'."
         ) from error
     if excess := _excess(body):
@@ -76,8 +76,8 @@ def parse(data: bytes, where: str) -> Any:
     """Return the value of a JSON text in UTF-8; stricter than `json.loads`.
 
     Raises:
-        FileFormatError: It is no JSON, has a key twice, is nested too deeply, has too many values,
-            NaN, or texts that are no Unicode.
+        FileFormatError: It is not JSON, has a key twice, is nested too deeply, has too many values,
+            NaN, or texts that are not Unicode.
     """
     if excess := _excess(data):
         raise FileFormatError(where, excess)
@@ -154,7 +154,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any] | float:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -165,7 +165,7 @@ def _finite(text: str) -> float:
 
 
 def _excess(data: bytes) -> str:
-    """Return what there is too much of; "" if nothing. Signs inside of texts count too."""
+    """Return what there is too much of; "" if nothing. Signs inside texts count too."""
     opened, closed = (data.count(a) + data.count(b) for a, b in ((b"[", b"{"), (b"]", b"}")))
     if max(opened, closed) > CONTAINERS:
         return f"it has more than {CONTAINERS:,} lists and objects"
@@ -185,7 +185,7 @@ def _may_be_deep(data: bytes) -> bool:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raise if a text is no Unicode or the value is nested too deeply."""
+    """Raise if a text is not Unicode or the value is nested too deeply."""
     if isinstance(value, str):
         value.encode("utf-8")
     elif isinstance(value, list | dict):

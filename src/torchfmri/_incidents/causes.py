@@ -144,7 +144,7 @@ def _softmax(event: Event) -> Cause | None:
 @_of_argument
 def _domain(event: Event, argument: Operand) -> Cause | None:
     return Cause(
-        f"{event.operation} of numbers from {argument.low:.4g} to {argument.high:.4g}, outside of "
+        f"{event.operation} of numbers from {argument.low:.4g} to {argument.high:.4g}, outside "
         "where it is finite",
         f"Clamp the argument of {event.operation}.",
     )
@@ -162,7 +162,7 @@ def _anything(event: Event) -> Cause:
     if event.parents:
         return Cause(
             f"{name} makes NaN of infinities (inf - inf, 0 * inf)",
-            "Infinite mask entries belong into softmax only; multiply by 0 and 1 elsewhere.",
+            "Infinite mask entries belong in softmax only; multiply by 0 and 1 elsewhere.",
         )
     if event.place.derivative:
         return _steep(event)

@@ -121,7 +121,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
     """Return a number, not yet read, that is finite only if all of these are; or None.
 
-    It may be infinite though all are finite, where a norm overflows.
+    It may be infinite though all are finite, if a norm overflows.
     """
     parts: dict[torch.device, list[Tensor]] = defaultdict(list)
     with torch.no_grad():

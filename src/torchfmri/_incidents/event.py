@@ -28,9 +28,9 @@ class EventPlace(NamedTuple):
     Attributes:
         phase: The part of the step.
         layer: The innermost layer that was running (in a backward pass: that made the operation);
-            None outside of the model.
-        line: The innermost line outside of PyTorch.
-        caller: The user's own line that led there, where `line` is one of a library.
+            None outside the model.
+        line: The innermost line outside PyTorch.
+        caller: The user's own line that led there, if `line` is in a library.
         derivative: Whether it is a derivative that autograd computes of the operation at `line`.
     """
 
@@ -72,7 +72,7 @@ class Event:
         place: The phase, layer and line that ran it.
         content: The non-finite values of its result.
         parents: The events that its non-finite inputs come from.
-        operands: Its finite inputs, where nothing else explains it.
+        operands: Its finite inputs, if nothing else explains it.
     """
 
     number: int

@@ -122,7 +122,7 @@ class ModelCall:
     def run(self, model: nn.Module, loss: Callable[..., Any] | None = None) -> Any:
         """Call the model again as it was called then, and the loss if there is one.
 
-        The loss gets what it was called with then; where that is not known, the output.
+        The loss gets what it was called with then, or the output if that is not known.
         """
         arguments, keywords = copy_of_data(self.arguments), copy_of_data(dict(self.keywords))
         with self.state():

@@ -49,13 +49,13 @@ def find_origin(
         step: The number of the step, for the finding.
         after_update: Whether the optimizer has stepped before, from finite gradients: non-finite
             weights are then the work of that step (`nonfinite_update`).
-        data: All that the step is given, where that is more than the batch (targets).
+        data: All that the step is given, if that is more than the batch (targets).
 
     Returns:
         A finding whose problem is `nonfinite_data`, `nonfinite_weights`, `nonfinite_update`,
         `nonfinite_forward`, `nonfinite_loss` or `nonfinite_backward`. Its evidence holds
         `operation`, `line` ("train.py:31"), `code`, `value` ("NaN" or "inf"), `nan`, `inf`,
-        `count`, `element` (index of the first one) and, where they are known, `rows` (of the
+        `count`, `element` (index of the first one) and, if they are known, `rows` (of the
         batch), `parameter`, `dtype`.
     """
     trouble, bad = _trace_step(run, model, batch if data is None else data)

@@ -40,7 +40,7 @@ class BadStep:
         number: The number of the step.
         calls: The calls of the model, one per micro-batch.
         losses: The losses as they were seen or told, with their graphs.
-        gradients: Parameter -> its gradient, where that is not finite.
+        gradients: Parameter -> its gradient, for gradients that are not finite.
         after_update: Whether the optimizer stepped before, from finite gradients.
         scale: The factor of the GradScaler on the loss.
         batch: The batch, as the user told it.

@@ -193,7 +193,7 @@ def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
 
 
 def _is_among(value: Any, tensors: list[Tensor]) -> bool:
-    """Whether the tensors of a value are all among these; what has none is no target."""
+    """Whether the tensors of a value are all among these; also True if it has no tensors."""
     own = [each.tensor for each in flatten(value)]
     return all(any(_same_values(each, other) for other in tensors) for each in own)
 

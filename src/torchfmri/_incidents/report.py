@@ -41,7 +41,7 @@ _BAD_UPDATE = (
     "moment overflows in half precision)."
 )
 _BAD_CHANGE = (
-    "Look at what writes to the weights outside of optimizer.step(): load_state_dict, a checkpoint "
+    "Look at what writes to the weights outside optimizer.step(): load_state_dict, a checkpoint "
     "that holds NaN, averaging, clamping or pruning by hand."
 )
 _UNRECORDED = (

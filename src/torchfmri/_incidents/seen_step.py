@@ -21,7 +21,7 @@ MOST_CALLS = 64
 
 
 class SeenStep:
-    """One step, by reference where nobody writes into its batch; no device is waited for.
+    """One step, by reference if nobody writes into its batch; no device is waited for.
 
     Attributes:
         calls: The calls of the model with gradients, one per micro-batch.

@@ -43,8 +43,8 @@ class Lines(NamedTuple):
     """The lines of code that the program is at.
 
     Attributes:
-        line: The innermost line outside of PyTorch and torchfmri.
-        caller: The innermost line of the user's own, where `line` is one of a library.
+        line: The innermost line outside PyTorch and torchfmri.
+        caller: The innermost line of the user's own, if `line` is in a library.
     """
 
     line: SourceLine | None = None

@@ -65,7 +65,7 @@ class Inspector:
         model: Any `nn.Module`, also wrapped (DDP, `torch.compile`, FSDP, PEFT).
         keep: `"statistics"` (default) or `"tensors"`: what inspections keep of each tensor.
         max_bytes: The most bytes of tensors to keep; beyond it an error names the layer.
-        device: Where to keep tensors; where they are by default.
+        device: Where to keep tensors; by default they stay where they are.
         dtype: What to keep floating-point tensors as; as they are by default.
 
     Examples:

@@ -64,7 +64,7 @@ def block_parts(
         block: The block.
         row: The number of the sequence.
         position: The position of the token.
-        heads: Whether attention is given head by head, where that can be done.
+        heads: Whether attention is given head by head, if that is possible.
     """
     before, after = (
         stream.states[index][row, position].double() for index in (block.index, block.index + 1)
@@ -122,9 +122,14 @@ def _split(
 
 
 def _heads(
-    stream: Stream, block: Block, row: int, position: int, attention: str, factor: float,
+    stream: Stream,
+    block: Block,
+    row: int,
+    position: int,
+    attention: str,
+    factor: float,
     tolerance: float,
-) -> Iterator[BlockPart]:  # fmt: skip
+) -> Iterator[BlockPart]:
     """Yield what each head adds, and the bias of the output projection if it has one."""
     inner = block.output_projection()
     name, module, heads = block.full(inner), block.inside[inner], block.heads()
@@ -152,7 +157,7 @@ def _heads(
         norm = block.inside[attention.removeprefix(f"{block.name}.")]
         if name.startswith(f"{attention}."):  # the attention itself: no norm can be behind it
             raise InspectionError(
-                f"{attention!r} puts out something else than its projection {name!r}, such as an "
+                f"{attention!r} returns something other than its projection {name!r}, such as an "
                 "edited value"
             )
         frozen = freeze_norm(attention, norm, stream.outputs[name][row, position])

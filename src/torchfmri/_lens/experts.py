@@ -2,7 +2,8 @@
 
 `_scan` opens a `RouterReader`. Routers are found by name or class, and their output is read by
 shape: whole numbers are ids, and floats of the same shape are weights. A router that returns no ids
-is named as missing, because the choice is then made outside of it.
+is named as missing, because the choice is then made elsewhere. Names of routers may be added; what
+does not fit must stay refused, because a guess would store wrong experts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from torchfmri._lens.lens import entropy_of
 from torchfmri._model import named_layers
 from torchfmri._torch import Attached, Hook, flatten
 
@@ -81,7 +82,7 @@ class RouterReader(Attached):
             self._missed(
                 name,
                 "experts: it returns no ids of experts beside its logits, so which ones are chosen "
-                "is decided outside of it",
+                "is decided elsewhere",
             )
             return
         ids = chosen[0].reshape(-1, chosen[0].shape[-1])
@@ -92,6 +93,5 @@ class RouterReader(Attached):
             shapes = [tuple(each.shape) for each in tensors]
             self._missed(name, f"experts: it returns {shapes}, without weights or without logits")
             return
-        logs = logits[0].float().log_softmax(-1)
-        entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
+        entropy = entropy_of(logits[0].float().log_softmax(-1))
         self._found(ExpertRouting(layer=name, ids=ids, weights=weights[-1], entropy=entropy))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import require
@@ -85,7 +84,7 @@ def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
             )
         if places[0].what == "attention":
             raise InspectionError(
-                f"features: {name!r} is an attention pattern, and not an activation. Name a layer, "
+                f"features: {name!r} is an attention pattern, not an activation. Name a layer, "
                 "such as 'L3.attn' or 'L3.mlp'."
             )
         found.append(FeatureSource(name=name, place=places[0], encode=encode, dictionary=encoder))
@@ -163,9 +162,7 @@ class FeatureReader(Attached):
 
     def _read(self, source: FeatureSource, _: nn.Module, arguments: Any, other: Any) -> None:
         holder = (arguments, other) if source.place.what == "inputs" else other
-        values = flatten(holder)[0].tensor.detach()
-        if source.place.units is not None:
-            values = torch.cat([values[..., a:b] for a, b in source.place.units], -1)
+        values = source.place.units_of(flatten(holder)[0].tensor.detach())
         features = source.features(values)
         if not isinstance(features, Tensor) or features.shape[:-1] != values.shape[:-1]:
             shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)

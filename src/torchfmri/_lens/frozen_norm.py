@@ -3,6 +3,7 @@
 `logit_attribution` freezes the final norm, `block_parts` the norms behind projections. The map is
 found by asking the norm, however its weight is stored (Gemma adds 1 to it), and is compared with
 the norm's own output before it is used. A layer that is not a LayerNorm or an RMSNorm is refused.
+Keep that comparison: without it the parts would not add up to the logit.
 """
 
 from __future__ import annotations

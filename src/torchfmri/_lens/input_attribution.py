@@ -134,7 +134,7 @@ def attribute_embeddings(
     if len(real) != 1 or real[0].ndim != 3:
         raise InspectionError(
             f"The input embedding of {type(unwrap(model)).__name__} runs {len(real)} times in a "
-            "pass, where once with (b, s, width) was expected: its tokens cannot be told apart."
+            "pass, but once with (b, s, width) was expected: its tokens cannot be told apart."
         )
     vectors = real[0][:1]
     start = _baseline(embedding, vectors, baseline)

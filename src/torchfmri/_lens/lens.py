@@ -133,6 +133,11 @@ def _read(
     return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
 
 
+def entropy_of(logs: Tensor) -> Tensor:
+    """Return the entropy in nats of log probabilities; one that is never likely adds nothing."""
+    return -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
+
+
 def _describe(logits: Tensor, following: Tensor, top: int) -> tuple[Tensor, ...]:
     """Return rank, probability, entropy, top and top_probability of some positions."""
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
@@ -142,6 +147,5 @@ def _describe(logits: Tensor, following: Tensor, top: int) -> tuple[Tensor, ...]
     rank = (logs > own).sum(-1) + 1
     probability = own.squeeze(-1).exp().masked_fill(~came, torch.nan)
     best = logs.topk(min(top, logs.shape[-1]), -1)
-    # A token that is never likely (-inf) adds nothing.
-    entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
-    return rank.masked_fill(~came, 0), probability, entropy, best.indices, best.values.exp()
+    rank, entropy = rank.masked_fill(~came, 0), entropy_of(logs)
+    return rank, probability, entropy, best.indices, best.values.exp()

@@ -79,7 +79,7 @@ class LogitAttribution:
 
     @property
     def residual(self) -> float:
-        """The logit less all parts: rounding, where everything was told apart."""
+        """The logit less all parts: rounding, if everything was told apart."""
         return self.logit - self.total
 
     def __getitem__(self, name: str) -> float:
@@ -173,8 +173,8 @@ def attribute(
         frozen = _freeze(model, stream, unembedding, position)
         direction, offset = _direction(model, unembedding, token, against)
         parts, notes = _parts(stream, position, heads)
-        values = [float(direction @ (frozen(each.vector) if frozen else each.vector))
-                  for each in parts]  # fmt: skip
+        vectors = [frozen(each.vector) if frozen else each.vector for each in parts]
+        values = [float(direction @ vector) for vector in vectors]
         constant = offset + (float(direction @ frozen.bias) if frozen else 0.0)
         if unembedding.softcap is None:
             raw = own.double()

@@ -158,7 +158,7 @@ class _Keeper:
             if len(found) != 1 or found[0].ndim != 3 or found[0].shape != shape:
                 shapes = [tuple(each.shape) for each in found]
                 raise InspectionError(
-                    f"There is no stream (b, s, width) to read: {name} has {shapes}, where one "
+                    f"There is no stream (b, s, width) to read: {name} has {shapes}, but one "
                     f"tensor of the shape {shape and tuple(shape)} was expected."
                 )
         self._stream.states = [found[0] for found in self._states]

@@ -99,7 +99,7 @@ def find_unembedding(model: nn.Module, stream: Stream, logits: Tensor | None) ->
         ) from error
     if own.shape[2:] != logits.shape[2:] or own.shape[1] < logits.shape[1]:
         raise InspectionError(
-            f"{kind}: {chain} of the last block's output gives {tuple(own.shape)}, where the model "
+            f"{kind}: {chain} of the last block's output gives {tuple(own.shape)}, but the model "
             f"returns logits {tuple(logits.shape)}. A lens cannot read it."
         )
     own = own[:, -logits.shape[1] :].double()  # a head may run on the last positions alone

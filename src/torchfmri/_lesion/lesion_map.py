@@ -47,7 +47,7 @@ class Paired(NamedTuple):
         mean: (n,)
         low: (n,) the lower end of the interval.
         high: (n,) its upper end.
-        t: (n,) Student's t; infinite where all differences are equal.
+        t: (n,) Student's t; infinite if all differences are equal.
         p: (n,) its two-sided p, not corrected for how many there are.
     """
 
@@ -93,7 +93,7 @@ class LesionMap:
         estimate: (p, n) the change by attribution patching; NaN if it was not asked for.
         activation: (p, n) the root mean square of what was lesioned, without lesions.
         key: What the lesions were made with, to tell whether a file can be continued.
-        labels: The user's texts for features, one for each lesion; none where no table was given.
+        labels: The user's texts for features, one for each lesion; none if no table was given.
         masked: Whether the answers are masked in the prompts (BERT), and do not come after them.
 
     Examples:
@@ -125,7 +125,7 @@ class LesionMap:
 
     @property
     def effect(self) -> Floats:
-        """(p, n) the metric with each lesion minus that without; the estimate where that is all."""
+        """(p, n) the metric with each lesion minus that without, or an estimate of it."""
         change = self.lesioned - self.intact[:, None]
         return np.where(np.isnan(self.lesioned), self.estimate, change)
 

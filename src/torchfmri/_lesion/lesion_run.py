@@ -117,7 +117,7 @@ class LesionRun:
         encoded: dict[str, Tensor] = {}  # one call of a dictionary, not one for each feature
         found = []
         for each in self.targets:
-            part = _units(values[key_of(each.place)], each.place)
+            part = each.place.units_of(values[key_of(each.place)])
             if each.source is not None and each.feature is not None:
                 name = each.source.name
                 if name not in encoded:
@@ -143,7 +143,7 @@ class LesionRun:
                         "there. Give a place that the model calls."
                     )
                 with torch.no_grad():
-                    on = source.features(_units(values[key], source.place)) > 0
+                    on = source.features(source.place.units_of(values[key])) > 0
                 found[name].update(on.flatten(0, -2).any(0).nonzero().flatten().tolist())
         return {name: sorted(each) for name, each in found.items()}
 
@@ -222,7 +222,7 @@ class LesionRun:
         if missing:
             raise InspectionError(
                 f"Layer {missing[0][0]!r} was never called as a module, so it cannot be lesioned. "
-                "Leave it out of of=."
+                "Remove it from of=."
             )
         question.refuse_infinite(float(metric.detach()))
         detached = {key: value.detach() for key, value in values.items()}
@@ -241,7 +241,7 @@ class LesionRun:
         found = torch.autograd.grad(metric, [values[key] for key in keys], allow_unused=True)
         gradients = dict(zip(keys, found, strict=True))
         passes, estimates = EditPasses(), []
-        passes.feed(1, len(question.ids))  # edits are made outside of a pass here
+        passes.feed(1, len(question.ids))  # edits are made outside a pass here
         with torch.no_grad():
             for target in self.targets:
                 key = key_of(target.place)
@@ -290,13 +290,6 @@ class LesionRun:
 def key_of(place: Place) -> Key:
     """Return the layer of a place, and which side of it."""
     return place.layer, place.what
-
-
-def _units(value: Tensor, place: Place) -> Tensor:
-    """Return the units of a place in the value of its layer."""
-    if place.units is None:
-        return value
-    return torch.cat([value[..., first:end] for first, end in place.units], -1)
 
 
 def _feature(encoded: Tensor, feature: int, name: str) -> Tensor:

@@ -47,7 +47,7 @@ class PatchMap:
     Attributes:
         names: The places.
         blocks: (n,) their blocks; -1 for none.
-        labels: The tokens that were patched one by one; one label, "all tokens", where all were.
+        labels: The tokens that were patched one by one; one label, "all tokens", if all were.
         pairs: (clean position, corrupted position) of the tokens that stand for each other.
         metric: "logit_difference" or "surprisal".
         clean: The metric of the clean prompt.
@@ -230,7 +230,7 @@ def patch(
         clean=metrics[0],
         corrupted=metrics[1],
         patched=np.array(patched).reshape(len(targets), len(groups)),
-        unmatched=un_matched_tokens(tokenizer, asked, matched),
+        unmatched=_unmatched_tokens(tokenizer, asked, matched),
         to="" if way is None else way.name,
         unreached=() if way is None else way.unreached(targets),
     )
@@ -253,7 +253,8 @@ def _refuse_equal(metrics: Sequence[float], asked: Sequence[LesionQuestion]) -> 
     if abs(metrics[0] - metrics[1]) < 1e-6 * max(1.0, abs(metrics[0])):
         raise InspectionError(
             f"The clean and the corrupted prompt have the same {asked[0].metric}, "
-            f"{metrics[0]:.6g}: there is nothing to bring back. Exchange what the answer hangs on."
+            f"{metrics[0]:.6g}: there is nothing to bring back. Exchange what the "
+            "answer depends on."
         )
 
 
@@ -291,7 +292,7 @@ def _matched_tokens(
     )
     require(bool(found) and not wrong, "pairs", wrong or given, meaning)
     twice = len({other for _, other in found}) < len(found)
-    require(not twice, "pairs", given, "a corrupted position stands twice; give each once")
+    require(not twice, "pairs", given, "a corrupted position is given twice; give each once")
     return found
 
 
@@ -301,9 +302,10 @@ def _token_label(tokenizer: Any, ids: Tensor, position: int) -> str:
     return f"{position} {text!r}"
 
 
-def un_matched_tokens(
+def _unmatched_tokens(
     tokenizer: Any, asked: Sequence[LesionQuestion], pairs: Pairs
 ) -> tuple[str, ...]:
+    """Return the tokens of each prompt that are in no pair, with their positions."""
     missing = []
     for side, (question, name) in enumerate(zip(asked, ("clean", "corrupted"), strict=True)):
         known = {each[side] for each in pairs}

@@ -176,10 +176,9 @@ class _Answers:
         with edited(self._model, here) if here else nullcontext():
             logs = logits_for(self._model, self._ids, 1)[0, -1].double().log_softmax(-1)
             generate: Any = unwrap(self._model).generate
-            written = generate(
-                self._ids, attention_mask=torch.ones_like(self._ids), do_sample=False,
-                max_new_tokens=self._most, pad_token_id=self._padding(),
-            )  # fmt: skip
+            most = {"max_new_tokens": self._most, "pad_token_id": self._padding()}
+            mask = torch.ones_like(self._ids)
+            written = generate(self._ids, attention_mask=mask, do_sample=False, **most)
         return self.decode(written[0, count:]), logs
 
     def decode(self, ids: Tensor) -> str:

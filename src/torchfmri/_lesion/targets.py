@@ -137,7 +137,7 @@ class FeatureChoice(NamedTuple):
         if self.is_open and not found:
             raise InspectionError(
                 f"No feature of {', '.join(map(repr, self.sources))} is on at any token of the "
-                "prompts, so that there is none to lesion."
+                "prompts, so there is none to lesion."
             )
         return found
 

@@ -18,10 +18,9 @@ from torchfmri._model.backward_pass import (
 from torchfmri._model.block_places import Place
 from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
 from torchfmri._model.copies import TrainingCopies, copy_training, shared_outside
-from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
+from torchfmri._model.factory import FORM, Subject, find_factory, kinds_of, load_subject
 from torchfmri._model.forward_pass import (
     TARGET_NAMES,
-    WITH_TARGET,
     Loss,
     arguments_for,
     check_differentiable,
@@ -30,6 +29,7 @@ from torchfmri._model.forward_pass import (
     loss_of,
     needs_target,
     own_loss,
+    refuse_list,
     refuse_meta,
     refuse_scripted,
     thawed,
@@ -55,7 +55,13 @@ from torchfmri._model.optimizer_steps import (
     check_optimizers,
     needs_closure,
 )
-from torchfmri._model.patterns import check_names, match_names, nearest_names, not_found
+from torchfmri._model.patterns import (
+    check_names,
+    match_all,
+    match_names,
+    nearest_names,
+    not_found,
+)
 from torchfmri._model.place_names import names_in_block, parse_place
 from torchfmri._model.place_table import place_table, stored_layers
 from torchfmri._model.places import input_layers, places_of

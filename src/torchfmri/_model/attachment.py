@@ -3,7 +3,8 @@
 The entry points of the package ask `switched_off` first, and run models inside
 `compiled_code_as_eager`. The compiler's stance belongs to the whole process: users are counted, so
 that the last one out restores what the first one in found, whatever the threads. torch._dynamo is
-not imported where nobody else has imported it: that takes long, and nothing can have been compiled.
+not imported if nobody else has imported it: that takes long, and nothing can have been compiled.
+The count must stay exact, or the user's compiled models would stay eager.
 """
 
 from __future__ import annotations

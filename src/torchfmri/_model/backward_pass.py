@@ -4,7 +4,8 @@ The Inspector, scans, costs, verification and incidents call it. `torch.autograd
 it can, because it fills no `.grad` and sets off no optimizer that steps in the backward pass. A
 reentrant checkpoint refuses it and needs `backward()`: then each `.grad` is put aside, as it is
 around a Function that runs backward passes of its own. `prepare_backward` searches the graph
-beforehand, so that costs can time the pass alone.
+beforehand, so that costs can time the pass alone. Whichever way runs, every `.grad` must be the
+same tensor with the same values afterwards, because the user's optimizer steps with it.
 """
 
 from __future__ import annotations

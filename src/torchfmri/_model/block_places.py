@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from torchfmri._model.blocks import MIDDLE_NORMS, MLP, PROJECTIONS, Block, Ranges, width_in
 from torchfmri.exceptions import InspectionError
 
@@ -42,6 +45,12 @@ class Place:
     head: int | None = None
     block: int | None = None
     read_only: str = ""
+
+    def units_of(self, value: Tensor) -> Tensor:
+        """Return the units of this place in the value of its layer."""
+        if self.units is None:
+            return value
+        return torch.cat([value[..., first:end] for first, end in self.units], -1)
 
     def of_head(self, head: int) -> Place:
         """Return one head of this place.

@@ -34,7 +34,7 @@ MIDDLE_NORMS = (
     *("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "layernorm_after"),
     *("layer_norm2", "norm_2", "ln2"),
 )
-"""The norm that reads the stream between attention and MLP, where both are one after the other."""
+"""The norm that reads the stream between attention and MLP, if both are one after the other."""
 _FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv", "qkv")
 # How the units of one fused projection are arranged: all queries, then all keys, then all values
 # ("blocks"), or the query, key and value of each head side by side ("heads").

@@ -30,7 +30,7 @@ class TrainingCopies(NamedTuple):
     Attributes:
         model: The copy, without gradients.
         optimizers: Optimizers of the copy, with the state of the originals.
-        loss: A copy if the loss is a module, otherwise the loss itself.
+        loss: A copy if the loss is a module, else the loss itself.
     """
 
     model: nn.Module

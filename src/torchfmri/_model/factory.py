@@ -136,17 +136,14 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
     """Return the parts of what the user's function made, or raise with what it should make."""
     parts = (made,) if isinstance(made, nn.Module) else made
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], nn.Module):
-        found = type(made).__name__
-        if isinstance(made, tuple):
-            found = f"({', '.join(type(each).__name__ for each in made)})"
         raise InspectionError(
-            f"{spec} returned {found}. It should return (model, data, loss), (model, data), or a "
-            "model that carries its own example."
+            f"{spec} returned {kinds_of(made)}. It should return (model, data, loss), "
+            "(model, data), or a model that carries its own example."
         )
     if len(parts) > 3:
         raise InspectionError(
             f"{spec} returned {len(parts)} things. It should return (model, data, loss): several "
-            "positional arguments of the model belong into one tuple."
+            "positional arguments of the model belong in one tuple."
         )
     model = parts[0]
     data = parts[1] if len(parts) > 1 else _own_example(model)
@@ -156,6 +153,13 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
             "(model, data), with data a tensor, a tuple of arguments or a dict of keywords."
         )
     return Subject(model, data, parts[2] if len(parts) > 2 else None)
+
+
+def kinds_of(made: object) -> str:
+    """Return the class of what a function returned; of a tuple, those of its parts."""
+    if not isinstance(made, tuple):
+        return type(made).__name__
+    return f"({', '.join(type(each).__name__ for each in made)})"
 
 
 def _own_example(model: nn.Module) -> Any:

@@ -45,12 +45,7 @@ def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping
     refuse_meta(model, data)
     if isinstance(data, Mapping):
         return (), data
-    if isinstance(data, list):
-        raise InspectionError(
-            f"data is a list of {len(data)}, as a DataLoader yields it. For several positional "
-            "arguments pass a tuple, and for a model that takes a list pass (data,). For [x, y] "
-            f"pass x as the data, and {WITH_TARGET}."
-        )
+    refuse_list(data)
     if not isinstance(data, tuple):
         return (data,), {}
     try:
@@ -63,6 +58,16 @@ def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping
     except ValueError:  # a forward without a signature: let the model judge
         pass
     return data, {}
+
+
+def refuse_list(data: Any) -> None:
+    """Raise if the data is a list: it may be arguments, or a batch with its target."""
+    if isinstance(data, list):
+        raise InspectionError(
+            f"data is a list of {len(data)}, as a DataLoader yields it. For several positional "
+            "arguments pass a tuple, and for a model that takes a list pass (data,). For [x, y] "
+            f"pass x as the data, and {WITH_TARGET}."
+        )
 
 
 def refuse_meta(model: nn.Module, data: Any = None) -> None:

@@ -135,7 +135,7 @@ def _install(
     if isinstance(present, _Handler):
         return present
     act = default if present is signal.SIG_DFL else present
-    if not callable(act):  # ignored, or handled outside of Python
+    if not callable(act):  # ignored, or handled outside Python
         return None
     handler = _Handler(act, before=present)
     signal.signal(number, handler)

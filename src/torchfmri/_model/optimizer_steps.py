@@ -1,7 +1,7 @@
 """Notices the steps of a model's optimizers, without leaving anything on them.
 
 The Monitor is its only `Listener`. The hooks are torch's global ones: a hook on one optimizer is
-lost where a wrapper (accelerate's) steps the one that it wraps. With a closure the gradients are
+lost if a wrapper (accelerate's) steps the one that it wraps. With a closure the gradients are
 there only after its first run, so the closure is wrapped for that step. Our own errors go to
 `failed`; only an error that is meant for the user stops the optimizer.
 """
@@ -54,7 +54,7 @@ class OptimizerSteps:
 
     def attach(self) -> None:
         """Begin to notice steps."""
-        # Hooks on the optimizer itself would be lost where a wrapper steps the one it wraps.
+        # Hooks on the optimizer itself would be lost if a wrapper steps the one it wraps.
         self._handles += [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -165,5 +165,5 @@ def _identities(optimizer: Optimizer) -> set[int]:
 
 
 def _same(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two are one, also where one of them only wraps the other."""
+    """Whether two optimizers are one, also if one of them only wraps the other."""
     return one is other or one.param_groups is other.param_groups

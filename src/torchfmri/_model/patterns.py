@@ -71,6 +71,22 @@ def nearest_names(pattern: object, names: Sequence[str], count: int = 3) -> list
     return [names[index] for _, index in close[:count]]
 
 
+def match_all(patterns: str | Sequence[str], names: Sequence[str], hint: str = "") -> set[str]:
+    """Return the names that at least one of the patterns matches.
+
+    Raises:
+        LayerNotFoundError: A pattern matches none; `hint` is the user's way to list the names.
+        InspectionError: `patterns` is neither a name nor a list of names.
+    """
+    chosen: set[str] = set()
+    for pattern in check_names(patterns):
+        found = match_names(pattern, names)
+        if not found:
+            raise not_found(pattern, names, hint)
+        chosen.update(found)
+    return chosen
+
+
 def not_found(
     pattern: object, names: Iterable[str], hint: str = "", kind: str = "layer"
 ) -> LayerNotFoundError:

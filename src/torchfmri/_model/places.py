@@ -1,6 +1,6 @@
 """Patterns over layers and names of places, resolved to places of one model.
 
-Edits, lenses, lesions and scans call `places_of`; `layers` falls back on it where no layer has the
+Edits, lenses, lesions and scans call `places_of`; `layers` falls back on it if no layer has the
 name. A layer's own name comes first, so that adding a name of a place never changes what an old
 pattern means. Names of Llama that no block has are simply no layers; names of TransformerLens raise
 with the reason.

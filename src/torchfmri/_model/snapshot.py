@@ -83,10 +83,8 @@ def _reshard(model: nn.Module) -> None:
     back, the next pass would take the shards for the whole.
     """
     modules = list(model.modules())
-    kinds = {
-        kind for kind in set(map(type, modules))
-        if any(each.__name__ == "FSDPModule" for each in kind.__mro__)
-    }  # fmt: skip
+    lines = {kind: {each.__name__ for each in kind.__mro__} for kind in set(map(type, modules))}
+    kinds = {kind for kind, names in lines.items() if "FSDPModule" in names}
     for module in modules if kinds else ():
         if type(module) in kinds:
             module.reshard()  # type: ignore[operator]

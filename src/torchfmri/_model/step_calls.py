@@ -69,7 +69,7 @@ class StepCalls:
 
         Args:
             listener: Who is told.
-            hooks_model: Whether to hook the model; otherwise `enter` and `leave` have to be called.
+            hooks_model: Whether to hook the model; if not, `enter` and `leave` have to be called.
         """
         if listener not in self._listeners:
             self._listeners.append(listener)

@@ -161,7 +161,7 @@ def watched(model: nn.Module, *, alone: bool = True) -> Iterator[None]:
 
     Args:
         model: The model.
-        alone: Calls of the model in other threads raise; otherwise they are told apart.
+        alone: Calls of the model in other threads raise; if False, they are told apart.
 
     Raises:
         InspectionError: Another thread watches or runs the model, or modules of it.

@@ -20,6 +20,7 @@ from torchfmri._records.finding import (
 from torchfmri._records.history import (
     COLUMNS,
     COUNTS,
+    DERIVED,
     NO_STEPS,
     STORED,
     UPDATE_SAMPLE,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -32,13 +32,13 @@ from torchfmri.statistics import Statistics
 
 # What is stored of each series at each step; the rest of a Statistics is derived from these.
 STORED = (
-    "count", "mean", "squared_deviations", "min", "max", "nan", "pos_inf", "neg_inf", "zero",
-    "subnormal",
-)  # fmt: skip
+    *("count", "mean", "squared_deviations", "min", "max"),
+    *("nan", "pos_inf", "neg_inf", "zero", "subnormal"),
+)
 FIELDS = (
-    "count", "mean", "std", "min", "max", "abs_max", "l2", "rms", "nan", "inf", "pos_inf",
-    "neg_inf", "zero", "subnormal",
-)  # fmt: skip
+    *("count", "mean", "std", "min", "max", "abs_max", "l2", "rms"),
+    *("nan", "inf", "pos_inf", "neg_inf", "zero", "subnormal"),
+)
 COUNTS = frozenset({"count", "nan", "inf", "pos_inf", "neg_inf", "zero", "subnormal"})
 UPDATES = "updates"
 UPDATE_SAMPLE = 16_384
@@ -50,6 +50,7 @@ COLUMNS: dict[str, type] = {
 }  # fmt: skip
 """The columns of an exported file."""
 Floats = NDArray[np.float64]
+_Stored = Mapping[str, Floats]
 _read_stored = attrgetter(*STORED)
 
 
@@ -420,16 +421,24 @@ def _derive(stored: Floats, field: str) -> Floats:
     known: dict[str, Floats] = dict(zip(STORED, stored, strict=True))
     if field in known:
         return known[field]
-    infinite = known["pos_inf"] + known["neg_inf"]
-    finite = known["count"] - known["nan"] - infinite
-    spread = known["squared_deviations"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        square = spread + finite * known["mean"] ** 2
-        derived: dict[str, Floats] = {
-            "inf": infinite,
-            "abs_max": np.maximum(np.abs(known["min"]), np.abs(known["max"])),
-            "std": np.sqrt(spread / finite),
-            "l2": np.sqrt(square),
-            "rms": np.sqrt(square / finite),
-        }
-    return derived[field]
+        return DERIVED[field](known)
+
+
+def _finite(stored: _Stored) -> Floats:
+    return stored["count"] - stored["nan"] - stored["pos_inf"] - stored["neg_inf"]
+
+
+def _squares(stored: _Stored) -> Floats:
+    return stored["squared_deviations"] + _finite(stored) * stored["mean"] ** 2
+
+
+DERIVED: dict[str, Callable[[_Stored], Floats]] = {
+    "finite": _finite,
+    "inf": lambda stored: stored["pos_inf"] + stored["neg_inf"],
+    "abs_max": lambda stored: np.maximum(np.abs(stored["min"]), np.abs(stored["max"])),
+    "std": lambda stored: np.sqrt(stored["squared_deviations"] / _finite(stored)),
+    "l2": lambda stored: np.sqrt(_squares(stored)),
+    "rms": lambda stored: np.sqrt(_squares(stored) / _finite(stored)),
+}
+"""How each other statistic is computed from the stored ones."""

@@ -30,10 +30,10 @@ class Inspection(Mapping[str, Record]):
     Attributes:
         missing: Layer -> why it, or something of it, was not captured.
         notes: Reservation -> the layers it holds for.
-        loss: The loss of the run, where one was computed.
+        loss: The loss of the run, if one was computed.
         token_ids: (b, s) the token numbers that the model was given, where it was given such.
         kept: (b, s) False where a position is padding; None if that is not known.
-        tokens: The texts of the tokens without padding, row by row, where they are known.
+        tokens: The texts of the tokens without padding, row by row, if they are known.
 
     Examples:
         >>> import torch
@@ -147,7 +147,7 @@ class Inspection(Mapping[str, Record]):
     def save(self, path: str | PathLike[str]) -> Path:
         """Write everything to one file, whole or not at all; `Inspection.load` reads it again.
 
-        Tensors are kept where the inspection has them, else statistics. Statistics per unit
+        Tensors are kept if the inspection has them, else statistics. Statistics per unit
         (`per="channel"`) are kept with tensors only.
 
         Raises:

@@ -147,7 +147,7 @@ class Record:
     """What was captured of one layer.
 
     Attributes:
-        layer: Its name; `names` has them all where one instance stands under several.
+        layer: Its name; `names` has them all if one instance stands under several.
         kind: The class of its module.
         calls: One `Call` per execution, in order.
 
@@ -176,7 +176,7 @@ class Record:
 
     @property
     def inputs(self) -> Tensors:
-        """The input tensor; a list with one per call where there were several calls."""
+        """The input tensor; a list with one per call if there were several calls."""
         return self._only("inputs")
 
     @property

@@ -21,7 +21,7 @@ from torchfmri._text.columns import (
 )
 from torchfmri._text.grid import Grid
 from torchfmri._text.labels import display_width, layer_label, shorten, wrap
-from torchfmri._text.progress import Progress
+from torchfmri._text.progress import Progress, in_notebook
 from torchfmri._text.rows import (
     Row,
     describe_bad,

@@ -60,7 +60,7 @@ class Style(NamedTuple):
     colour: bool
 
     def paint(self, text: str, code: str) -> str:
-        """Return the text in a colour, where there is colour."""
+        """Return the text in a colour, if the output has colours."""
         return f"{code}{text}{PLAIN}" if self.colour else text
 
     @property

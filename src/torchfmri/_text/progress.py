@@ -1,9 +1,9 @@
-"""A progress bar on standard error, where somebody is looking.
+"""A progress bar on standard error, if somebody is looking.
 
 Scans, lesions, verification and long experiments show one. It writes to standard error, because
 standard output belongs to results (`--json`). It is not tqdm's because the core depends on torch
 and numpy alone, and `verify` runs there too. In a notebook the bar is shown as well; a log file
-gets a line now and then instead.
+gets a line now and then instead. How it looks may change freely.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Progress:
         self._title, self._total, self._done = title, total, 0
         self._log_seconds, self._logged = log_seconds, time.monotonic()
         terminal = bool(getattr(sys.stderr, "isatty", lambda: False)())
-        self._visible = terminal or _in_notebook()  # a cell's output understands "\r" as well
+        self._visible = terminal or in_notebook()  # a cell's output understands "\r" as well
         self._start = time.monotonic()
         self._width = 0
 
@@ -74,7 +74,8 @@ class Progress:
             self._width = display_width(text)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Return whether the program runs in a notebook, which shows standard error and pictures."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 

@@ -236,7 +236,7 @@ def number_text(value: float) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """Return a percentage that is 0 or 100 only where that is exact."""
+    """Return a percentage that is 0 or 100 only if that is exact."""
     if not whole or part in (0, whole):
         return "100%" if part else "0"
     share = 100 * part / whole

@@ -72,7 +72,7 @@ def text_table(
     """Return a table for the terminal, one line per layer and thing watched.
 
     It is as wide as the terminal. Colour appears only on a terminal and never with NO_COLOR;
-    sparklines turn into ASCII where the output cannot encode blocks.
+    sparklines turn into ASCII if the output cannot encode blocks.
 
     Args:
         rows: What to show.

@@ -10,8 +10,9 @@ BatchEncoding and other mappings), and a container that holds itself ends it wit
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -51,14 +52,18 @@ def flatten_arguments(
 
 
 def map_tensors(value: Any, act: Callable[[Tensor], Any]) -> Any:
-    """Return the value with `act` done to each tensor in tuples, lists, named tuples and dicts.
+    """Return the value with `act` done to each tensor in tuples, lists, named tuples and mappings.
 
-    Mappings become dicts. Anything else stays as it is.
+    The containers are new ones of the same class: a model may read the attributes of a ModelOutput
+    or BatchEncoding. Anything else, a dataclass too, stays as it is.
     """
     if isinstance(value, Tensor):
         return act(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(each, act) for key, each in value.items()}
+    if isinstance(value, Mapping):
+        changed = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
+        for key, each in value.items():
+            changed[key] = map_tensors(each, act)
+        return changed
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         found = [map_tensors(each, act) for each in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)

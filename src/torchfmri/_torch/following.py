@@ -1,4 +1,4 @@
-"""Modes that follow the operations of a pass, and operations of our own that are no part of it.
+"""Modes that follow the operations of a pass, and operations of ours that are not part of it.
 
 Token gradients subclass `FollowingMode`; `Hook` and the fast hook of taps enter `Aside`. Hooks of
 ours run inside the user's pass, and so inside a mode that follows it. What they compute is not the
@@ -24,9 +24,9 @@ _entered = _Entered()
 
 
 class FollowingMode(DispatchMode):  # type: ignore[no-untyped-call]
-    """A mode whose `run` gets each operation of the pass inside it, and none of our own."""
+    """A mode whose `run` gets each operation of the pass inside it, but none of our own."""
 
-    supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
+    supports_higher_order_operators = True  # such as flex_attention, which torch refuses without it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -31,7 +31,7 @@ class Hook:
     Args:
         act: What to do.
         owner: The module it belongs to; on another one (a copy) it does nothing.
-        failed: Called with an exception of `act`, which would otherwise end the user's pass.
+        failed: Called with an exception of `act`, which would end the user's pass.
     """
 
     __module__ = "torchfmri._hooks"  # in saved files, which outlive the file where this stands

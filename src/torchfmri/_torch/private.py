@@ -365,7 +365,7 @@ def scaler_went_on(scaler: Any, version: int) -> bool:
 
 
 def _foreach(name: str, act: Callable[..., Tensor], *lists: list[Tensor]) -> list[Tensor]:
-    """Do an operation to each tensor, in few launches where torch has it for lists of tensors."""
+    """Do an operation to each tensor, in few launches if torch has it for lists of tensors."""
     together = getattr(torch, name, None)
     if together is None or not lists[0]:  # torch refuses empty lists
         return [act(*each) for each in zip(*lists, strict=True)]

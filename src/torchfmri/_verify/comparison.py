@@ -44,20 +44,17 @@ class GradientComparison:
     @property
     def excess(self) -> float:
         """The difference as a multiple of what is allowed; 0 if it could not be measured."""
-        if not math.isfinite(self.analytic):
-            return math.inf
-        if not self.is_measured:
-            return 0.0
-        return abs(self.analytic - self.slope.value) / self.allowed if self.allowed else 0.0
+        return self._difference_over(self.allowed)
 
     @property
     def deviation(self) -> float:
         """The difference relative to the size of the derivative; 0 if it could not be measured."""
+        return self._difference_over(self.scale)
+
+    def _difference_over(self, size: float) -> float:
         if not math.isfinite(self.analytic):
             return math.inf
-        if not self.is_measured:
-            return 0.0
-        return abs(self.analytic - self.slope.value) / self.scale if self.scale else 0.0
+        return abs(self.analytic - self.slope.value) / size if self.is_measured and size else 0.0
 
     @property
     def doubt(self) -> float:

@@ -81,7 +81,7 @@ def measure_slope(
     """Return the numerical derivative of `curve` at 0.
 
     Two evaluations are enough if the derivative equals `guess`: they cannot agree by accident.
-    Otherwise several steps are tried, and the best one is used.
+    If not, several steps are tried, and the best one is used.
 
     Args:
         curve: The function; steps are relative to the size of what is varied.

@@ -2,7 +2,7 @@
 
 `layer_verdict` calls `judge`. For random numbers u and a random direction v, u·f is one number; one
 backward pass gives its derivative along v, a few forward passes measure it. Sums are in float64,
-and every run starts from the same random state (`seed_all`), otherwise dropout alone would differ.
+and every run starts from the same random state (`seed_all`), or dropout alone would differ.
 Gradients are collected by hooks on leaves and not by `.grad`: a reentrant checkpoint delivers them
 in parts.
 """

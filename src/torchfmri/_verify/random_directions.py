@@ -72,7 +72,7 @@ def seed_all(seed: int) -> None:
 
 
 def _is_ordinary(value: Tensor) -> bool:
-    """Return whether all numbers are finite and none is huge, in one pass over them."""
+    """Whether all numbers are finite and none is huge, in one pass over them."""
     return norm_of(value) < _HUGE  # NaN is not
 
 

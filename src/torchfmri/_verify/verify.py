@@ -35,7 +35,7 @@ from torchfmri._model import (
     unwrap,
 )
 from torchfmri._text import Progress
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, map_tensors
 from torchfmri._verify.comparison import WRONG
 from torchfmri._verify.layer_verdict import LayerVerdict, Options, verify_call
 from torchfmri._verify.module_calls import CallLog, ModuleCall, copy_call, logged_calls
@@ -193,22 +193,11 @@ def _run(
         if element.tensor.is_floating_point() and element.tensor.is_leaf:
             element.tensor.requires_grad_()
     seed_all(SEED)
-    arguments, keywords = inputs
     with logged_calls(names, chosen) as log:
         # A leaf cannot be written in place, but the model's input may be.
-        arguments, keywords = _cloned(arguments), _cloned(keywords)
+        arguments, keywords = map_tensors(inputs, Tensor.clone)
         log.output = runnable(model)(*arguments, **keywords)
     return log
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(map(_cloned, value))
-    if type(value) is dict:
-        return {key: _cloned(each) for key, each in value.items()}
-    return value
 
 
 class _LossModule(nn.Module):

@@ -4,14 +4,5 @@
 `add_arguments` and `run`, an entry in that table, and a line in `docs/index.md`.
 """
 
-from torchfmri.cli.commands import (
-    CLEAN,
-    COMMANDS,
-    FAILED,
-    FOUND,
-    INTERRUPTED,
-    Command,
-    build_parser,
-    main,
-)
+from torchfmri.cli.commands import CLEAN, COMMANDS, Command, build_parser, main
 from torchfmri.cli.options import Result

@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_subject(parser)
     add_number(parser, "--rounds", 5, "how often to measure time")
     add_text(parser, "--optimizer", "a class of torch.optim, for example AdamW", "NAME")
-    add_number(parser, "--combine", 6, "the most combinations to try")
+    add_number(parser, "--combine", 6, "largest number of combinations to try")
 
 
 def run(options: Namespace) -> Result:

@@ -18,8 +18,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of `torchfmri cost`."""
     add_subject(parser)
     add_number(parser, "--rounds", 5, "how often to measure time")
-    parser.add_argument("--batch", type=_sizes, metavar="N,N,N", help="batch sizes to measure too")
-    parser.add_argument("--length", type=_sizes, metavar="N,N,N", help="lengths to measure too")
+    parser.add_argument("--batch", type=_sizes, metavar="N,N,N", help="more batch sizes to measure")
+    parser.add_argument("--length", type=_sizes, metavar="N,N,N", help="more lengths to measure")
     text = "predict a size that was not measured, for example 8x4096; with --batch or --length"
     add_several(parser, "--predict", text, "BATCHxLENGTH", type=_size, default=[])
     add_switch(parser, "--inside", "show each layer with what is inside it")

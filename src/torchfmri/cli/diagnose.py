@@ -16,7 +16,7 @@ from torch import nn
 
 from torchfmri._arguments import check_file, check_number
 from torchfmri._checkup import diagnose, diagnose_script
-from torchfmri._model import FORM, find_factory
+from torchfmri._model import FORM, find_factory, kinds_of
 from torchfmri.cli.options import Result, add_number, add_text, say, users_code
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture, save_figure
@@ -60,11 +60,8 @@ def _parts(made: Any, spec: str) -> dict[str, Any]:
             )
         return dict(made)
     if not isinstance(made, tuple) or len(made) != 4 or not isinstance(made[0], nn.Module):
-        found = type(made).__name__
-        if isinstance(made, tuple):
-            found = f"({', '.join(type(each).__name__ for each in made)})"
         raise InspectionError(
-            f"{spec} returned {found}. It should return (model, batches, loss, optimizer), or a "
-            "dict with these names and, if you like, step."
+            f"{spec} returned {kinds_of(made)}. It should return (model, batches, loss, "
+            "optimizer), or a dict with these names and, if you like, step."
         )
     return dict(zip(_PARTS, made, strict=False))

@@ -48,10 +48,9 @@ def run(options: Namespace) -> Result:
     model, tokenizer = loaded
     chat, position = options.chat, options.position
     found = lens(model, tokenizer, options.prompt, top=options.top, chat=chat)
-    parts = attribute_logit(
-        model, tokenizer, options.prompt, options.token,
-        against=options.against, position=position, chat=chat,
-    )  # fmt: skip
+    asked = (model, tokenizer, options.prompt, options.token)
+    place = {"against": options.against, "position": position, "chat": chat}
+    parts = attribute_logit(*asked, **place)
     texts = [found.table(position, options.top), parts.table()]
     data: dict[str, Any] = {
         "lens": found.to_dict(),
@@ -66,10 +65,7 @@ def run(options: Namespace) -> Result:
         },
     }
     if options.inputs:
-        inputs = attribute_inputs(
-            model, tokenizer, options.prompt, options.token,
-            against=options.against, position=position, chat=chat,
-        )  # fmt: skip
+        inputs = attribute_inputs(*asked, **place)
         texts.append(inputs.table())
         data["inputs"] = {
             "method": inputs.method,

@@ -2,7 +2,7 @@
 
 Every command builds its options with these functions, so that an option that two commands share has
 one name, one meaning and one help text. Progress goes through `say`: standard output is for
-results.
+results. Names and defaults of options are public; help texts may change freely.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_subject(parser: Options) -> None:
 
 
 def add_device(parser: Options, *, dtype: bool = False) -> None:
-    """Add `--device`, and `--dtype` where the model may be loaded in another one."""
+    """Add `--device`, and `--dtype` if the model may be loaded in another one."""
     if dtype:
         text = (
             "dtype to load the model in (default: float32 for models with a name, else its files')"

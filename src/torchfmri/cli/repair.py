@@ -1,7 +1,8 @@
 """The command `torchfmri repair`: bring back what a damaged manifest no longer lists.
 
 `run` calls `repair` of `_scan`, reads the scan again and says what is still wrong. Nothing is
-deleted. The exit code is 1 as long as something cannot be read.
+deleted. The exit code is 1 as long as something cannot be read. Options, the keys of `--json` and
+the exit code are public.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command `torchfmri replay`: run a step again that turned NaN, and name where it began.
 
 `run` calls `replay` of `_incidents`. With `--factory` the user's model is loaded and the step is
-run; without it the finding is printed as it was written. The exit code is 1, because something was
-found.
+run; without it the stored finding is printed. The exit code is 1, because something was
+found. Options, the keys of `--json` and the exit code are public.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = "process to replay (default: the one with the origin)"
     add_number(parser, "--rank", None, text)
     text = (
-        f"{FORM}, which returns (model, data, loss); the data is not used and may be None, the "
-        "batch of the incident is. Without it the finding is printed as it was written"
+        f"{FORM}, which returns (model, data, loss), to run the step again on the incident's own "
+        "batch: data is not used and may be None. Without a factory the stored finding is printed"
     )
     add_text(parser, "--factory", text, "MODULE:FACTORY")
 

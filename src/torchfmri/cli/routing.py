@@ -2,7 +2,7 @@
 
 `run` makes an `Experiment` of `routing/experiment` and prints its table. What is finished in
 `--out` is not run again. Defaults are those of `RunPlan`, which stands in every result: an option
-that changes the training belongs there, otherwise old results are taken for new ones.
+that changes the training belongs there, or old results are taken for new ones.
 """
 
 from __future__ import annotations

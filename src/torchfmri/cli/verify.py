@@ -1,7 +1,7 @@
 """The command `torchfmri verify`: prove the backward pass of every layer, or name the wrong one.
 
 `cli/commands` calls `add_arguments` and `run`; the work is `verify_gradients` of `_verify`.
-Options, the keys of `--json` and the exit code (1 where a layer is wrong) are public.
+Options, the keys of `--json` and the exit code (1 if a layer is wrong) are public.
 """
 
 from __future__ import annotations

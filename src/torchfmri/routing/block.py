@@ -18,6 +18,8 @@ from torchfmri._arguments import check_number
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.sparse_proto_linear import SparseProtoLinear
 
+_ROTARY_BASE = 10_000.0
+
 
 class KeyValueCache:
     """Keys and values of earlier tokens; each forward pass appends its own.
@@ -60,10 +62,10 @@ class Rotary(NamedTuple):
         return turned.to(x.dtype)
 
 
-def rotary(positions: Tensor, head_size: int, base: float = 10_000.0) -> Rotary:
+def rotary(positions: Tensor, head_size: int) -> Rotary:
     """Return the angles of these positions, (b, s), for heads of an even size."""
     steps = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None, :, None] * base ** (-steps / head_size)
+    angles = positions[:, None, :, None] * _ROTARY_BASE ** (-steps / head_size)
     angles = torch.cat((angles, angles), -1)
     return Rotary(angles.cos(), angles.sin())
 
@@ -169,7 +171,7 @@ class MoIETransformerBlock(nn.Module):
 
 
 def check_heads(hidden_size: int, heads: int) -> None:
-    """Raise where heads do not divide a hidden size into even parts, which rotary positions need.
+    """Raise if heads do not divide a hidden size into even parts, which rotary positions need.
 
     Raises:
         InspectionError: It names both.

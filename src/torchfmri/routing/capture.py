@@ -2,8 +2,8 @@
 
 `LearningDynamics` and `map_prototypes` attach one, run a backward pass and `take` its calls. Inputs
 are known in the forward pass and gradients in the backward pass, in whatever order; they are joined
-by layer and number of the call. Tensors are kept detached and are forgotten after each `take`:
-otherwise a training run would grow. An error inside a hook is raised by `take`, after the user's
+by layer and number of the call. Tensors are kept detached and are forgotten after each `take`,
+or a training run would grow. An error inside a hook is raised by `take`, after the user's
 own backward pass is through.
 """
 
@@ -45,7 +45,7 @@ class Captured(NamedTuple):
         module: The layer itself.
         factors: Its x, g and y.
         inherited: The prototypes it built upon, in the graph they came from.
-        mask: (b, s), False where a position is padding; None where all count.
+        mask: (b, s), False where a position is padding; None if all count.
     """
 
     call: CallKey
@@ -75,8 +75,8 @@ class RoutingCapture(Sink):
         }
         if not self.modules:
             raise InspectionError(
-                f"{type(model).__name__} has no SparseProtoLinear layer; build it of "
-                "torchfmri.routing.MoIETransformerBlock or of SparseProtoLinear."
+                f"{type(model).__name__} has no SparseProtoLinear layer; build it from "
+                "torchfmri.routing.MoIETransformerBlock or SparseProtoLinear."
             )
         self._calls: dict[CallKey, _Call] = {}
         self._inputs: dict[tuple[object, ...], Tensor] = {}

@@ -111,7 +111,7 @@ class RoutingLanguageModel(nn.Module):
         Args:
             input_ids: (b, s).
             attention_mask: (b, all s), 0 where a position is padding, left or right.
-            labels: (b, s), those to be predicted one position earlier; -100 counts not.
+            labels: (b, s), each predicted from the position before it; -100 does not count.
             past_key_values: The cache of the tokens before; implies `use_cache`.
             use_cache: Return a cache.
         """
@@ -141,7 +141,7 @@ class RoutingLanguageModel(nn.Module):
             if attention_mask.shape != (ids.shape[0], before + length):
                 raise InspectionError(
                     f"attention_mask has the shape {tuple(attention_mask.shape)}; for "
-                    f"{length} ids after {before} in the cache it is "
+                    f"{length} ids after {before} in the cache it should be "
                     f"{(ids.shape[0], before + length)}."
                 )
             kept = attention_mask != 0

@@ -157,7 +157,7 @@ class LearningDynamics(Attached):
         return result._replace(applied=self.apply_gradients()) if self.ready else result
 
     def compute_gradients(self, loss: Tensor) -> StepResult:
-        """Run the first half of `compute_and_apply_gradients`: gradients, and no step.
+        """Run the first half of `compute_and_apply_gradients`: gradients, but no step.
 
         Once `ready`, `.grad` of all parameters is what the optimizers will be given, without the
         factor of a scaler: clip it or look at it, then call `apply_gradients`.

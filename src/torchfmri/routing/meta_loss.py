@@ -62,7 +62,7 @@ class Divergence:
             if good.shape != routing.logits.shape:
                 raise InspectionError(
                     f"The Goodness of layer {signals.call.layer!r} has the shape "
-                    f"{tuple(good.shape)}; it is {tuple(routing.logits.shape)}, one number per "
+                    f"{tuple(good.shape)}; give {tuple(routing.logits.shape)}, one number per "
                     "token and unit."
                 )
             kept = signals.mask

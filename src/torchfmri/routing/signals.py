@@ -55,7 +55,7 @@ class Signals:
         relevance: |dL/d computation output|.
         cost: The learning cost: the norm of the gradient of this unit's weights, of this token
             alone (`token`) or of the whole batch (`aggregate`, the same for every token).
-        mask: (b, s), False where a position is padding; None where all count.
+        mask: (b, s), False where a position is padding; None if all count.
 
     Examples:
         >>> def cheap(signals):

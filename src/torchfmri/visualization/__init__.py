@@ -17,6 +17,7 @@ from torchfmri.visualization._figure import (
     escape,
     new_figure,
     save_figure,
+    write_above,
 )
 from torchfmri.visualization._scan_lines import Line, draw_lines, scale_wide
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label

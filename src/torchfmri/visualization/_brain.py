@@ -22,7 +22,7 @@ from torchfmri.visualization._colour_scale import (
     scale_from,
     ticks_between,
 )
-from torchfmri.visualization._figure import GREY, escape
+from torchfmri.visualization._figure import GREY, draw_ring, escape, write_above, write_middle
 from torchfmri.visualization._token_track import (
     TRACK_INCHES,
     TokenTrack,
@@ -173,7 +173,7 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
     if images:
         _draw_bar(ax, images[0], scale, brain.inches[1])
     else:
-        ax.text(0.5, 0.5, "no tokens", transform=ax.transAxes, ha="center", va="center")
+        write_middle(ax, "no tokens")
     return ax
 
 
@@ -185,11 +185,9 @@ def _draw_band(
 
     rows = pool_rows(scale.shown[list(band.rows)], _MOST_ROWS)
     if np.isnan(rows).any():
-        back = Rectangle(
-            (-0.5, span[0]), number, span[1] - span[0], facecolor=_ABSENT, edgecolor=_HATCH,
-            hatch="//////", linewidth=0, zorder=0,
-        )  # fmt: skip
-        ax.add_patch(back)
+        look: dict[str, Any] = {"facecolor": _ABSENT, "edgecolor": _HATCH, "hatch": "//////"}
+        height = span[1] - span[0]
+        ax.add_patch(Rectangle((-0.5, span[0]), number, height, linewidth=0, zorder=0, **look))
     colours = mpl.colormaps[scale.map].with_extremes(bad=(0, 0, 0, 0))
     return ax.imshow(
         np.ma.masked_invalid(rows),
@@ -210,10 +208,8 @@ def _draw_mark(ax: Axes, brain: Brain, edges: Sequence[tuple[float, float]]) -> 
         if row in band.rows:
             at = top + (list(band.rows).index(row) + 0.5) * (end - top) / len(band.rows)
             for colour, width in (("white", 3.6), (_MARK, 1.8)):
-                ax.plot(
-                    column, at, "o", markersize=13, markerfacecolor="none", markeredgecolor=colour,
-                    markeredgewidth=width, zorder=5, clip_on=False,
-                )  # fmt: skip
+                look = {"markersize": 13, "markeredgewidth": width, "zorder": 5, "clip_on": False}
+                draw_ring(ax, column, at, colour, **look)
 
 
 def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, float]]) -> str:
@@ -233,11 +229,10 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
                 named += 1
             continue
         if middle - last_name >= _BETWEEN_LABELS:
-            ax.annotate(
-                label, (0, middle), xycoords=("axes fraction", "data"), xytext=(-20, 0),
-                textcoords="offset points", ha="right", va="center", fontsize=7.5,
-                fontweight="bold", annotation_clip=False,
-            )  # fmt: skip
+            onto: Any = ("axes fraction", "data")
+            look: dict[str, Any] = {"ha": "right", "va": "center", "fontweight": "bold"}
+            look |= {"textcoords": "offset points", "annotation_clip": False, "fontsize": 7.5}
+            ax.annotate(label, (0, middle), (-20, 0), xycoords=onto, **look)
             last_name = middle
             named += 1
         row = (end - top) / len(band.rows)
@@ -257,10 +252,7 @@ def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:
     if brain.subtitle and brain.beside:
         ax.set_title(escape(brain.subtitle), fontsize=8, loc="right", pad=points, color=GREY)
     elif brain.subtitle:
-        ax.annotate(
-            escape(brain.subtitle), (0, 1), xycoords="axes fraction", xytext=(0, points),
-            textcoords="offset points", fontsize=8, color=GREY, va="bottom", annotation_clip=False,
-        )  # fmt: skip
+        write_above(ax, brain.subtitle, points, fontsize=8, color=GREY, va="bottom")
         points += 12 * (1 + brain.subtitle.count("\n"))
     title = ax.set_title(escape(brain.title), fontsize=11, loc="left", pad=points)
     title.set_fontweight("bold")
@@ -269,10 +261,14 @@ def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:
 def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
     """Draw the colour bar: what colours mean, their range, and whether values go beyond."""
     ticks = ticks_between(scale.low, scale.high) if scale.logarithmic else None
-    bar = ax.figure.colorbar(
-        image, ax=ax, pad=0.012, fraction=0.04, aspect=max(12.0, 9 * inches), shrink=0.92,
-        extend=scale.beyond, extendfrac=0.12 / max(inches, 1.0), ticks=ticks,
-    )  # fmt: skip
+    room: dict[str, Any] = {
+        "pad": 0.012,
+        "fraction": 0.04,
+        "shrink": 0.92,
+        "aspect": max(12.0, 9 * inches),
+    }
+    ends: dict[str, Any] = {"extend": scale.beyond, "extendfrac": 0.12 / max(inches, 1.0)}
+    bar = ax.figure.colorbar(image, ax=ax, ticks=ticks, **room, **ends)
     if ticks is not None:
         bar.ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         bar.ax.set_yticks([], minor=True)
@@ -282,7 +278,5 @@ def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
     bar.ax.tick_params(labelsize=7, length=2)
     bar.outline.set_visible(False)
     if np.isnan(scale.shown).any():
-        bar.ax.text(
-            0, -0.2 / max(inches, 1.0), "hatched:\nno value", transform=bar.ax.transAxes,
-            fontsize=6.5, va="top", color=GREY,
-        )  # fmt: skip
+        look: dict[str, Any] = {"transform": bar.ax.transAxes, "va": "top", "color": GREY}
+        bar.ax.text(0, -0.2 / max(inches, 1.0), "hatched:\nno value", fontsize=6.5, **look)

@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 NORMALISE = ("layer", "global")
 QUANTILE = 0.995
 FEW = 4
-"""Rows with fewer values are scaled by their largest one: otherwise two always share a colour."""
+"""Rows with fewer values are scaled by their largest one, or two would always share a colour."""
 DECADES_IN_ROW, DECADES = 2, 4
 _WIDE = 30
 _MEANING = {

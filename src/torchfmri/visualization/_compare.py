@@ -2,7 +2,7 @@
 
 `Inspector.plot_compare` and users call it through `plots`. The layout of layers is that of
 `_layout`. Where two layers cannot be compared, words stand in the place of a number ("shapes
-differ"): a gap would be read as "no difference".
+differ"): a gap would be read as "no difference". Sizes and colours may change freely.
 """
 
 from __future__ import annotations

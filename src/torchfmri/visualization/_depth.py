@@ -2,6 +2,7 @@
 
 `Inspector.plot_statistics` and users call it through `plots`. Everything is read from statistics,
 so no tensor needs to be kept. Layers that are dead or not finite are marked in words (`_layout`).
+Sizes, colours and words may change freely.
 """
 
 from __future__ import annotations

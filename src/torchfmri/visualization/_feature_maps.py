@@ -86,7 +86,7 @@ def plot_feature_maps(
 def _images(inspection: Inspection, layer: str, what: str, call: int) -> Any:
     """Return the images of one call as an array (b, channels, height, width)."""
     record = inspection[layer]
-    inspection.statistics(layer, what, call=call)  # raises, with the reason, where there is nothing
+    inspection.statistics(layer, what, call=call)  # raises, with the reason, if there is nothing
     value = record.calls[call].value(what)
     assert value is not None
     if len(value.shape) != 4:

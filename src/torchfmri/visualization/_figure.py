@@ -9,15 +9,14 @@ would start a formula.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torchfmri._arguments import require
 from torchfmri._files import new_file
-from torchfmri._text import layer_label, shorten
+from torchfmri._text import in_notebook, layer_label, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +71,7 @@ def new_figure(width: float, height: float) -> Figure:
     _require_matplotlib()
     from matplotlib.figure import Figure
 
-    if _in_notebook():
+    if in_notebook():
         from matplotlib import pyplot
 
         return pyplot.figure(figsize=(width, height), layout="constrained")
@@ -89,7 +88,7 @@ def _require_matplotlib() -> None:
 
 
 def check_picture(name: str, path: Path) -> None:
-    """Raise where a path cannot become a picture: a folder, or an ending of no known format.
+    """Raise if a path cannot become a picture: a folder, or an ending of no known format.
 
     Raises:
         InspectionError: Naming the ending, and those that there are.
@@ -164,27 +163,61 @@ def panels(
 
 
 def draw_grid(ax: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
-    """Draw faint lines behind the data, and no frame above and at the right."""
+    """Draw faint lines behind the data, and take away the frame above and at the right."""
     ax.grid(axis=axis, color="#e8e8e8", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def draw_legend(ax: Axes, size: float = 8) -> None:
-    """Draw the legend at the right of the axes."""
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=size)
+def write_middle(ax: Axes, words: str, **look: Any) -> None:
+    """Write in the middle of axes why they show no data."""
+    ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center", **look)
 
 
-def draw_colour_bar(ax: Axes, image: Any, label: str = "", **options: Any) -> Any:
+def write_above(ax: Axes, words: str, points: float, **look: Any) -> None:
+    """Write words so many points above the upper left corner of the axes."""
+    look = {"textcoords": "offset points", "annotation_clip": False, **look}
+    ax.annotate(escape(words), (0, 1), (0, points), xycoords="axes fraction", **look)
+
+
+def draw_ring(ax: Axes, x: float, y: float, colour: str, **look: Any) -> None:
+    """Draw a hollow mark around a place, so that what is there stays visible.
+
+    Args:
+        ax: Where to draw.
+        x: The place, on the x axis.
+        y: The place, on the y axis.
+        colour: Of the ring.
+        **look: Options of `Axes.plot`.
+    """
+    look = {"marker": "o", "markeredgewidth": 1.8, "linestyle": "", **look}
+    ax.plot([x], [y], markerfacecolor="none", markeredgecolor=colour, **look)
+
+
+def draw_triangles(ax: Axes, places: Any, height: float, colour: str) -> None:
+    """Draw a triangle at each place on the x axis, at a share of the height of the axes."""
+    heights, onto = [height] * len(places), ax.get_xaxis_transform()
+    look: dict[str, Any] = {"markeredgecolor": "white", "clip_on": False, "transform": onto}
+    ax.plot(places, heights, "v", color=colour, markersize=5, **look)
+
+
+def draw_legend(ax: Axes, size: float = 8, **options: Any) -> None:
+    """Draw the legend at the right of the axes, or with another `loc` at their upper right end."""
+    look = {"loc": "upper left", "frameon": False, "fontsize": size, **options}
+    ax.legend(bbox_to_anchor=(1.0, 1.0), **look)
+
+
+def draw_colour_bar(ax: Axes | Sequence[Axes], image: Any, label: str = "", **options: Any) -> Any:
     """Draw the colour bar of an image in small letters, and return it.
 
     Args:
-        ax: The axes that it stands beside.
+        ax: The axes that it stands beside; one or several.
         image: What it explains.
         label: What the colours mean.
         **options: Options of `Figure.colorbar`.
     """
-    bar = ax.figure.colorbar(image, ax=ax, **options)
+    figure = (ax[0] if isinstance(ax, Sequence) else ax).figure
+    bar = figure.colorbar(image, ax=ax, **options)
     bar.set_label(escape(label), fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return bar
@@ -226,8 +259,3 @@ def behind_text(ax: Axes) -> dict[str, Any]:
 def escape(text: str) -> str:
     """Return the text with nothing in it that matplotlib would read as mathematics."""
     return text.replace("$", r"\$")
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")

@@ -2,7 +2,7 @@
 
 `Inspector.plot_histogram` and users call it through `plots`. Counts come from the statistics, so no
 tensor needs to be kept. What lies beyond the axis, and a bar that is cut, is written out as a
-number.
+number. Sizes and colours may change freely.
 """
 
 from __future__ import annotations

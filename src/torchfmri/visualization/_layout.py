@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfmri._arguments import require
-from torchfmri._model import check_names, match_names, not_found
+from torchfmri._model import match_all
 from torchfmri._records import Inspection, check_what
 from torchfmri._text import describe_bad, describe_state, layer_label, share_text, shorten, star
 from torchfmri.exceptions import InspectionError
@@ -184,12 +184,7 @@ def layer_statistics(
     meaning = "give an Inspection: inspector.run_inspection(data)"
     require(isinstance(inspection, Inspection), "inspection", inspection, meaning)
     names = list(inspection)
-    chosen: set[str] = set()
-    for pattern in check_names(layers):
-        matched = match_names(pattern, names)
-        if not matched:
-            raise not_found(pattern, names, "list(inspection)")
-        chosen.update(matched)
+    chosen = match_all(layers, names, "list(inspection)")
     rows = [row for row in inspection.rows(what) if row.layer in chosen]
     rows.sort(key=lambda row: _first_finished(inspection, row.layer))
     found = {row.layer: row.statistics for row in rows if row.statistics is not None}

@@ -1,7 +1,7 @@
 """Draw lines over the depth of a model: how large a metric is, and what one token did.
 
 `_scan/pictures/figures` fills in the `Line`s and calls `draw_lines`. Colours and dashes repeat
-after `MOST_LINES`, which callers must not exceed. Layers outside of the blocks stand before and
+after `MOST_LINES`, which callers must not exceed. Layers outside the blocks stand before and
 after the numbered ones, under their names.
 """
 
@@ -21,6 +21,7 @@ from torchfmri.visualization._figure import (
     draw_legend,
     escape,
     line_look,
+    write_middle,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Line(NamedTuple):
         middle: (layer,)
         low: The lower edge of the band around it, (layer,); None without one.
         high: The upper edge.
-        is_outside: Whether it is a layer outside of the blocks.
+        is_outside: Whether it is a layer outside the blocks.
     """
 
     label: str
@@ -81,7 +82,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
     _write_depths(ax, lines)
     draw_legend(ax)
     if not any(np.isfinite(line.middle).any() for line in lines):
-        ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color=GREY)
+        write_middle(ax, "no values", color=GREY)
     return ax
 
 

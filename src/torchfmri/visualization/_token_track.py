@@ -2,7 +2,8 @@
 
 `_brain` uses this; lens and attention pictures share `token_label`. A character that is spread over
 several tokens stands at the last of them, and the others show "·". Control characters of a foreign
-text are made visible, because they could damage a picture or a terminal.
+text are made visible, because they could damage a picture or a terminal. Sizes and colours may
+change freely.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PROMPT = "#b9b9b9"
 _VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "↵", " ": "␣"}
 TRACK_INCHES = 0.42
 STRIP_POINTS = 4.0
+_AROUND = 3  # tokens before and after one that is shown in its context
 
 
 class TokenTrack(NamedTuple):
@@ -91,16 +93,10 @@ def label_tokens(ax: Axes, tokens: TokenTrack, inches: float, remarks: Sequence[
         size = min(6.5, 72 * inches / max(len(places), 1) * 0.86)
     fonts = fonts_for(texts)
     upright = 72 * inches / max(len(places), 1) < 2 * size
-    look = {"rotation": 90} if upright else {
-        "rotation": 55, "ha": "right", "rotation_mode": "anchor"
-    }  # fmt: skip
-    ax.set_xticks(
-        places,
-        [escape(fonts.writable(text)) for text in texts],
-        fontsize=size,
-        fontfamily=fonts.families,
-        **look,
-    )
+    look: dict[str, Any] = {"fontsize": size, "fontfamily": fonts.families, "rotation": 90}
+    if not upright:
+        look |= {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
+    ax.set_xticks(places, [escape(fonts.writable(text)) for text in texts], **look)
     ax.tick_params(axis="x", length=0, pad=STRIP_POINTS + 3)
     for place, label in zip(places, ax.get_xticklabels(), strict=True):
         if every == 1 and tokens.special[place]:
@@ -132,11 +128,9 @@ def draw_strip(ax: Axes, tokens: TokenTrack) -> None:
     height = STRIP_POINTS / 72
     for start, end, generated in spans(tokens.generated):
         colour = BLUE if generated else _PROMPT
-        strip = Rectangle(
-            (start - 0.5, -height - 1.5 / 72), end - start, height,
-            transform=place, clip_on=False, color=colour, linewidth=0,
-        )  # fmt: skip
-        ax.add_patch(strip)
+        look: dict[str, Any] = {"color": colour, "linewidth": 0, "clip_on": False}
+        corner = (start - 0.5, -height - 1.5 / 72)
+        ax.add_patch(Rectangle(corner, end - start, height, transform=place, **look))
 
 
 def draw_surprisal(ax: Axes, tokens: TokenTrack) -> Axes:
@@ -161,10 +155,10 @@ def draw_surprisal(ax: Axes, tokens: TokenTrack) -> Axes:
     for start, end, generated in spans(tokens.generated):
         word = "generated" if generated else "prompt"
         if (end - start) * 25 >= len(tokens):
+            colour, onto = BLUE if generated else GREY, track.get_xaxis_transform()
             track.text(
-                start - 0.4, 1.0, word, fontsize=7, color=BLUE if generated else GREY, va="bottom",
-                transform=track.get_xaxis_transform(),
-            )  # fmt: skip
+                start - 0.4, 1.0, word, fontsize=7, color=colour, va="bottom", transform=onto
+            )
     return track
 
 
@@ -197,13 +191,13 @@ def spans(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int, bool]]:
     return [(start, end, bool(flags[start])) for start, end in pairwise(edges)]
 
 
-def in_context(pieces: Sequence[str], index: int, around: int = 3) -> str:
+def in_context(pieces: Sequence[str], index: int) -> str:
     """Return a token with those next to it, itself in brackets."""
-    before = "".join(pieces[max(index - around, 0) : index])
-    after = "".join(pieces[index + 1 : index + 1 + around])
+    before = "".join(pieces[max(index - _AROUND, 0) : index])
+    after = "".join(pieces[index + 1 : index + 1 + _AROUND])
     parts = [shorten(token_label(part, 40), 40) if part.strip() else "" for part in (before, after)]
-    head = "… " if index > around else ""
-    tail = " …" if index + 1 + around < len(pieces) else ""
+    head = "… " if index > _AROUND else ""
+    tail = " …" if index + 1 + _AROUND < len(pieces) else ""
     return f"{head}{parts[0]} [{token_label(pieces[index])}] {parts[1]}{tail}".strip()
 
 

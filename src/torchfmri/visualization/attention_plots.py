@@ -73,11 +73,9 @@ def plot_attention(
     for index, (ax, head) in enumerate(zip(grid, chosen, strict=True)):
         image = _draw(ax, weights[head], top)
         ax.set_title(f"head {head}", fontsize=8, loc="left", color=ink(ax))
-        _label(ax, tokens, queries, keys, below=index >= len(chosen) - columns,
-               left=index % columns == 0)  # fmt: skip
-    bar = figure.colorbar(image, ax=figure.axes, shrink=0.6, pad=0.02)
-    bar.set_label("attention", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+        below, left = index >= len(chosen) - columns, index % columns == 0
+        _label(ax, tokens, queries, keys, below=below, left=left)
+    draw_colour_bar(figure.axes, image, "attention", shrink=0.6, pad=0.02)
     if title:
         figure.suptitle(escape(title), fontsize=10, x=0.01, ha="left")
     return figure
@@ -133,8 +131,8 @@ def plot_heads(
         ax: Where to draw.
     """
     values = np.asarray(scores, float)
-    require(values.ndim == 2 and len(values) == len(layers), "scores", "an array",
-            f"shape {values.shape} is not (layer, head) for {len(layers)} layers")  # fmt: skip
+    meaning = f"shape {values.shape} is not (layer, head) for {len(layers)} layers"
+    require(values.ndim == 2 and len(values) == len(layers), "scores", "an array", meaning)
     rows, columns = values.shape
     ax = axes_or_new(ax, min(0.48 * columns, 14) + 2.2, min(0.26 * rows, 12) + 1.1)
     ax.set_facecolor("#e6e6e6")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchfmri._records import NO_STEPS, History
 from torchfmri._text import layer_label, shorten
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import escape
+from torchfmri.visualization._figure import draw_ring, write_above
 from torchfmri.visualization.history_plots import plot_history
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ def _mark(ax: Axes, finding: Any, places: dict[str, int], first: int) -> None:
     ax.axvline(step, color=colour, linewidth=1.4, linestyle="--", zorder=4)
     rows = sorted({places[layer] for layer in finding.layers if layer in places})
     for row in rows:
-        ax.plot(
-            [step], [row], marker="o", markersize=8, markerfacecolor="none",
-            markeredgecolor=colour, markeredgewidth=1.8, zorder=5, clip_on=False,
-        )  # fmt: skip
+        draw_ring(ax, step, row, colour, markersize=8, zorder=5, clip_on=False)
 
 
 def _name(ax: Axes, findings: Sequence[Any], model: str) -> None:
@@ -83,8 +80,6 @@ def _name(ax: Axes, findings: Sequence[Any], model: str) -> None:
         lines.append((f"and {len(findings) - _MOST_NAMED} more", "#222222"))
     lines.append((title.replace("\\$", "$"), "#777777"))
     for number, (text, colour) in enumerate(reversed(lines)):
-        ax.annotate(
-            escape(text), (0, 1), (0, 6 + 14 * number), xycoords="axes fraction",
-            textcoords="offset points", fontsize=9 if number else 8, color=colour,
-            fontweight="bold" if number == len(lines) - 1 else "normal", annotation_clip=False,
-        )  # fmt: skip
+        weight = "bold" if number == len(lines) - 1 else "normal"
+        look = {"fontsize": 9 if number else 8, "fontweight": weight, "color": colour}
+        write_above(ax, text, 6 + 14 * number, **look)

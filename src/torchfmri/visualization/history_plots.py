@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfmri._model import match_names, not_found
+from torchfmri._model import match_all
 from torchfmri._records import COUNTS, NO_STEPS, UPDATES, Floats, History
 from torchfmri._text import layer_label, plural, shorten
 from torchfmri.exceptions import InspectionError
@@ -24,9 +24,11 @@ from torchfmri.visualization._figure import (
     axes_or_new,
     draw_grid,
     draw_legend,
+    draw_triangles,
     escape,
     line_look,
     split_off,
+    write_middle,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ def plot_history(
     names, values = history.matrix(what, field)
     bad = _non_finite(history, what, values)
     if layers is not None:
-        chosen = _choose(names, layers)
+        matching = match_all(layers, names)
+        chosen = [index for index, name in enumerate(names) if name in matching]
         names, values, bad = [names[i] for i in chosen], values[chosen], bad[chosen]
     shown = "update / weight" if what == UPDATES else field
     if layers is None:
@@ -91,7 +94,7 @@ def plot_history(
 
 def _draw_nothing(ax: Axes | None) -> Axes:
     ax = axes_or_new(ax, 9.0, 3.0)
-    ax.text(0.5, 0.5, NO_STEPS, ha="center", va="center", transform=ax.transAxes)
+    write_middle(ax, NO_STEPS)
     ax.set_axis_off()
     return ax
 
@@ -102,17 +105,6 @@ def _non_finite(history: History, what: str, values: Floats) -> Any:
         return np.isinf(values)
     found: Floats = history.matrix(what, "nan")[1] + history.matrix(what, "inf")[1]
     return found > 0
-
-
-def _choose(names: list[str], patterns: str | Sequence[str]) -> list[int]:
-    several = [patterns] if isinstance(patterns, str) else list(patterns)
-    chosen: set[str] = set()
-    for pattern in several:
-        found = match_names(pattern, names)
-        if not found:
-            raise not_found(pattern, names)
-        chosen.update(found)
-    return [index for index, name in enumerate(names) if name in chosen]
 
 
 # -- heat map ------------------------------------------------------------------------------------
@@ -137,20 +129,17 @@ def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, 
     rows, columns = np.nonzero(bad)
     if len(rows):
         marks = _thin(rows, columns, bad.shape)
-        ax.scatter(
-            np.asarray(steps)[marks[1]], marks[0], marker="v", s=22, color=_ALARM,
-            edgecolors="white", linewidths=0.6, label="NaN or Inf", zorder=3, clip_on=False,
-        )  # fmt: skip
+        look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.6, "label": "NaN or Inf"}
+        look |= {"marker": "v", "s": 22, "color": _ALARM, "zorder": 3, "clip_on": False}
+        ax.scatter(np.asarray(steps)[marks[1]], marks[0], **look)
     _label_layers(ax, names)
     ax.set_xlim(edges[0], edges[-1])
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, fraction=0.05, aspect=30)
     bar.set_label(field + _scale_name(norm), fontsize=9)
     bar.ax.tick_params(labelsize=8)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(
-            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8,
-            borderaxespad=0.2, handletextpad=0.3,
-        )  # fmt: skip
+        spaces = {"borderaxespad": 0.2, "handletextpad": 0.3}
+        draw_legend(ax, loc="lower right", ncols=2, **spaces)
 
 
 def _label_layers(ax: Axes, names: list[str]) -> None:
@@ -233,11 +222,7 @@ def _draw_lines(
         ax.plot(steps, finite[index], linewidth=1.4, marker=marker, markersize=3, **look)
         hit = np.flatnonzero(bad[index])
         if len(hit):
-            top = np.full(len(hit), 0.985 - 0.03 * index)
-            ax.plot(
-                np.asarray(steps)[hit], top, "v", color=look["color"], markersize=5,
-                markeredgecolor="white", transform=ax.get_xaxis_transform(), clip_on=False,
-            )  # fmt: skip
+            draw_triangles(ax, np.asarray(steps)[hit], 0.985 - 0.03 * index, look["color"])
     if bad.any():
         ax.plot([], [], "v", color=GREY, label="NaN or Inf")
     _scale_lines(ax, finite)
@@ -273,30 +258,20 @@ def _draw_loss(ax: Axes, history: History) -> None:
     below.tick_params(labelsize=8)
     loss = history.loss
     if np.isnan(loss).all():
-        below.text(
-            0.5, 0.5, "loss not seen", transform=below.transAxes, ha="center", va="center",
-            color=GREY, fontsize=9,
-        )  # fmt: skip
+        write_middle(below, "loss not seen", color=GREY, fontsize=9)
         below.set_yticks([])
         return
     finite = np.isfinite(loss)
     steps = history.steps
-    few = len(steps) <= 30
-    below.plot(
-        steps, np.where(finite, loss, np.nan), color="#333333", linewidth=1.2,
-        marker="o" if few else "", markersize=2.5,
-    )  # fmt: skip
+    marker = "o" if len(steps) <= 30 else ""
+    look: dict[str, Any] = {"color": "#333333", "linewidth": 1.2, "markersize": 2.5}
+    below.plot(steps, np.where(finite, loss, np.nan), marker=marker, **look)
     lost = np.isinf(loss) | (np.isnan(loss) & finite.any())
     if lost.any():
-        below.plot(
-            steps[lost], np.full(int(lost.sum()), 0.92), "v", color=_ALARM, markersize=5,
-            markeredgecolor="white", transform=below.get_xaxis_transform(), clip_on=False,
-        )  # fmt: skip
+        draw_triangles(below, steps[lost], 0.92, _ALARM)
         said = f"NaN, Inf or not seen at {plural(int(lost.sum()), 'step')}"
-        below.text(
-            0.995, 0.97, said, transform=below.transAxes, ha="right", va="top", fontsize=8,
-            color=_ALARM,
-        )  # fmt: skip
+        corner: dict[str, Any] = {"transform": below.transAxes, "ha": "right", "va": "top"}
+        below.text(0.995, 0.97, said, color=_ALARM, fontsize=8, **corner)
     positive = loss[finite & (loss > 0)]
     if len(positive) == int(finite.sum()) and positive.max() / positive.min() > WIDE:
         below.set_yscale("log")

@@ -29,7 +29,7 @@ _LABELS = {
     "entropy": "entropy of the distribution in nats",
 }
 _CELL = (0.72, 0.24)
-_MOST_INCHES = (24.0, 14.0)
+_WIDEST, _TALLEST = 24.0, 14.0  # inches
 _LETTERS_PER_INCH = 12  # of a title
 
 
@@ -57,11 +57,10 @@ def plot_lens(
     from matplotlib.colors import LogNorm, Normalize
 
     shown = np.asarray(values, float)
-    require(shown.shape == (len(layers), len(tokens)), "values", "an array",
-            f"shape {shown.shape} is not ({len(layers)} layers, {len(tokens)} tokens)")  # fmt: skip
+    meaning = f"shape {shown.shape} is not ({len(layers)} layers, {len(tokens)} tokens)"
+    require(shown.shape == (len(layers), len(tokens)), "values", "an array", meaning)
     rows, columns = shown.shape
-    width, height = (min(n * c, m) for n, c, m in zip((columns, rows), _CELL, _MOST_INCHES,
-                                                     strict=True))  # fmt: skip
+    width, height = min(_CELL[0] * columns, _WIDEST), min(_CELL[1] * rows, _TALLEST)
     ax = axes_or_new(ax, width + 2.6, height + 1.0)
     top = float(np.nanmax(shown)) if np.isfinite(shown).any() else 1.0
     norm = LogNorm(1, max(top, 10)) if metric == "rank" else Normalize(0, max(top, 1e-9))
@@ -79,10 +78,11 @@ def plot_lens(
             value = shown[row, column]
             dark = np.isfinite(value) and _is_dark(image, value)
             text = escape(fonts.writable(token_label(words[row][column], longest)))
-            ax.text(
-                column, row, text, ha="center", va="center", fontsize=size,
-                color="white" if dark else "black", fontfamily=fonts.families,
-            )  # fmt: skip
+            look: dict[str, Any] = {
+                "color": "white" if dark else "black",
+                "fontfamily": fonts.families,
+            }
+            ax.text(column, row, text, ha="center", va="center", fontsize=size, **look)
     ax.set_yticks(range(rows), [escape(_short(each)) for each in layers], fontsize=7)
     _write_tokens(ax, tokens)
     about = "come next" if ahead else "stand there"
@@ -140,7 +140,7 @@ def plot_logit_attribution(
 def plot_token_bars(
     values: Any, tokens: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw a bar per token, orange where it adds and blue where it takes away.
+    """Draw a bar per token, orange if it adds and blue if it takes away.
 
     Args:
         values: (s,).
@@ -164,8 +164,8 @@ def _write_tokens(ax: Axes, tokens: Sequence[str]) -> None:
     labels = [token_label(each) for each in tokens]
     fonts = fonts_for(labels)
     texts = [escape(fonts.writable(each)) for each in labels]
-    ax.set_xticks(range(len(texts)), texts, rotation=50, ha="right", rotation_mode="anchor",
-                  fontsize=7.5, fontfamily=fonts.families)  # fmt: skip
+    look: dict[str, Any] = {"fontsize": 7.5, "fontfamily": fonts.families, "rotation": 50}
+    ax.set_xticks(range(len(texts)), texts, ha="right", rotation_mode="anchor", **look)
 
 
 def _write_title(ax: Axes, title: str) -> None:

@@ -33,7 +33,7 @@ class LesionPicture(NamedTuple):
         columns: The head or voxel of each.
         names: The names of the lesions.
         effect: The mean change of the metric.
-        notable: Whether it is told from 0, corrected for the number of lesions.
+        notable: Whether it differs from 0 over prompts, corrected for the number of lesions.
         activation: The root mean square of what was lesioned.
         label: What the effect is.
         title: Above all.
@@ -104,7 +104,7 @@ def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
     _draw(right, picture, activation, "how active it was", "root mean square", sizes, marks)
     left.set_ylabel("block" if "places" not in picture.kinds else "")
     if bool(picture.notable.any()):
-        text = "dots: told from 0 over prompts (p < 0.05, Bonferroni)"
+        text = "dots: different from 0 over prompts (p < 0.05, Bonferroni)"
         left.annotate(text, (0, -0.09), xycoords="axes fraction", fontsize=7, color=GREY, va="top")
     figure.suptitle(escape(picture.title), fontsize=9, x=0.01, ha="left", wrap=True)
 
@@ -171,13 +171,13 @@ class PatchPicture(NamedTuple):
 
 def draw_patches(figure: Figure, picture: PatchPicture) -> None:
     """Draw the scores of patches as one image."""
+    from matplotlib.colors import Normalize
+
     ax = figure.subplots()
     limit = max(1.0, float(np.nanmax(np.abs(picture.score))))
     ax.set_facecolor("#b8b8b8")
-    image = ax.imshow(
-        np.ma.masked_invalid(picture.score), aspect="auto", interpolation="nearest",
-        cmap="RdBu_r", vmin=-limit, vmax=limit,
-    )  # fmt: skip
+    scores, norm = np.ma.masked_invalid(picture.score), Normalize(-limit, limit)
+    image = ax.imshow(scores, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
     step = -(-len(picture.names) // 45)
     shown = range(0, len(picture.names), step)
     ax.set_yticks(list(shown), [escape(picture.names[each]) for each in shown], fontsize=7)

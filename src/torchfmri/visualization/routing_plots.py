@@ -24,6 +24,7 @@ from torchfmri.visualization._figure import (
     axes_or_new,
     draw_grid,
     draw_legend,
+    draw_ring,
     panels,
     save_figure,
 )
@@ -205,10 +206,7 @@ def plot_tradeoff(
         values = np.asarray(pairs, float)
         x, y = values.T
         ax.scatter(x, y, s=26, c=colour, marker=mark, alpha=0.55, linewidths=0)
-        ax.plot(
-            x.mean(), y.mean(), mark, markersize=11, markerfacecolor="none", markeredgecolor=colour,
-            markeredgewidth=1.8, label=name,
-        )  # fmt: skip
+        draw_ring(ax, x.mean(), y.mean(), colour, marker=mark, markersize=11, label=name)
     ax.set_xlabel(labels[0])
     ax.set_ylabel(labels[1])
     ax.set_xlim(left=0)

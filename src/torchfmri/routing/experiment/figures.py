@@ -1,7 +1,8 @@
 """Draw the figures of an experiment from the results of its runs.
 
 `torchfmri routing` calls `write_figures` after the last run. Results are plain data read from the
-files of the runs, so figures can be drawn again without training.
+files of the runs, so figures can be drawn again without training. Which figures there are and how
+they look may change freely.
 """
 
 from __future__ import annotations

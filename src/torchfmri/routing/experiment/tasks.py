@@ -2,7 +2,8 @@
 
 `TrainingRun` draws its batches from these, or from anything else that fits the protocol `Tasks`, as
 `GridPuzzles` does. A batch depends on its generator alone, so a run that was interrupted goes on
-with the data it would have seen.
+with the data it would have seen. The sequences of a task must stay as they are, because new results
+are compared with earlier ones.
 """
 
 from __future__ import annotations

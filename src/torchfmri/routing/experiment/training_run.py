@@ -51,7 +51,7 @@ _TEST_SEED = 1 << 40
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that a run depends on, but where it runs.
+    """Everything that a run depends on, except where it runs.
 
     Attributes:
         variant: A key of `VARIANTS`.
@@ -128,7 +128,7 @@ class TrainingRun:
         self._seconds = 0.0
 
     def run(self, report: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
-        """Return the result, read from its file where the run is finished already.
+        """Return the result, read from its file if the run is finished already.
 
         Args:
             report: Called with the number of steps done.
@@ -148,9 +148,12 @@ class TrainingRun:
         first, begun = self._resume(), time.perf_counter()
         variant, plan = VARIANTS[self._plan.variant], self._plan
         dynamics = LearningDynamics(
-            self._model, *self._optimizers, meta_loss=variant.meta_loss, signal=variant.signal,
+            self._model,
+            *self._optimizers,
+            meta_loss=variant.meta_loss,
+            signal=variant.signal,
             mode=variant.mode,
-        )  # fmt: skip
+        )
         with dynamics:
             train = TrainingStep(self._model, dynamics, self._device)
             for step in range(first, plan.steps):
@@ -184,11 +187,12 @@ class TrainingRun:
         size_of(self._checkpoint)  # a pipe would be waited for
         try:
             state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
-        except Exception as error:  # whatever torch makes of a damaged file
+            plan = state["plan"]
+        except Exception as error:  # whatever torch makes of a damaged file, or of another one
             name = self._checkpoint.name
             reason = "it is damaged. Move it away, and the run begins anew"
             raise FileFormatError(name, reason) from error
-        if state["plan"] != self._plan.to_dict():
+        if plan != self._plan.to_dict():
             return 0  # of another experiment in the same folder: overwritten by the next one
         self._model.load_state_dict(state["model"])
         for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):

@@ -600,9 +600,8 @@ class CompiledForward:
         """What was compiled: the wrapped module, the calls of a module, or its forward."""
         if self.inner is not self.module:
             return self.inner
-        if self._key == "forward":
-            return _uncompiled_function(self.call) or self.call
-        return uncompiled_call(self.module)
+        written: Any = _uncompiled_function(self.call) if self._key == "forward" else None
+        return written or uncompiled_call(self.module)
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function with the settings that the module was compiled with."""

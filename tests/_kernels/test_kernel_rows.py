@@ -11,7 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri._kernels import cuda_rows
+from torchfmri._kernels import cuda_rows, row_tables
 from torchfmri._kernels import rows as rows_module
 from torchfmri._kernels.accelerator import compiled_rows, use_accelerator
 from torchfmri._kernels.cuda_rows import BLOCK, MOST, WIDEST, RowQueue, can_read, launch_forms
@@ -102,12 +102,43 @@ def for_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "SMALLEST", 1)
 
 
+@pytest.fixture
+def torch_alone() -> Iterator[None]:
+    use_accelerator(False)
+    yield
+    use_accelerator(True)
+
+
 @needs_numba
 @pytest.mark.usefixtures("for_few_values")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_rows(case: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_rows(case, monkeypatch)
+
+
+@pytest.mark.usefixtures("for_few_values", "torch_alone")
+@pytest.mark.parametrize("start", [0, 7, 290])
+def test_rows_by_torch_alone(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_rows((5, 300, 0, start), monkeypatch)
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_numbers_by_torch_alone_share_a_table() -> None:
+    """Those of 81 layers are then read by a few operations."""
+    values, asked = draw(80, 300), asked_of(300, 0, 0, torch.float32, "cpu")
+    lane = RowLanes().lane(values, asked)
+    assert lane is not None
+    one, other = lane.read(values), lane.read(2 * values)
+    assert one.all_squares is other.all_squares
+    assert torch.equal(other.squares, 4 * one.squares)
+    for other_kind in (values.double(), values.bfloat16(), draw(5, 300)):
+        assert RowLanes().lane(other_kind, asked) is None
+    assert RowLanes().lane(values, asked._replace(size=64)) is None
+
+
+def check_rows(case: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     count, width, size, start = case
-    monkeypatch.setattr(rows_module, "_AHEAD", 8)
+    monkeypatch.setattr(row_tables, "_AHEAD", 8)
     asked = asked_of(width, size, start, torch.float32, "cpu")
     lane = RowLanes().lane(torch.empty(1, count, width), asked)
     assert lane is not None
@@ -191,7 +222,7 @@ def _nothing(numbers: Numbers) -> Numbers:
 @needs_kernels
 @pytest.mark.usefixtures("queued")
 def test_a_long_queue_is_launched_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "_AHEAD", 8)  # lines are renewed while passes wait
+    monkeypatch.setattr(row_tables, "_AHEAD", 8)  # lines are renewed while passes wait
     rows, asked = RowLanes(), asked_of(8, 0, 0, torch.float32, DEVICE)
     values = draw(2, 8).to(DEVICE)
     lane = _lane(rows.lane(values, asked))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracles import assert_same_state, state_of
@@ -71,12 +73,15 @@ def build() -> nn.Module:
     return nn.Sequential(*first, nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def compiled(model: nn.Module, backend: Any, in_place: bool) -> nn.Module:
-    if in_place:
+def compiled(model: nn.Module, backend: Any, how: str) -> nn.Module:
+    if how == "wrapped":
+        found: nn.Module = torch.compile(model, backend=backend)
+        return found
+    if how == "in place":
         model.compile(backend=backend)
-        return model
-    found: nn.Module = torch.compile(model, backend=backend)
-    return found
+    else:
+        model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    return model
 
 
 def train(
@@ -115,16 +120,16 @@ def assert_same(one: History, other: History, rtol: float = 0.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "forward"])
 @pytest.mark.parametrize(("every", "micro"), [(2, 1), (1, 3)])
-def test_it_is_the_eager_monitor_and_changes_nothing(
-    in_place: bool, every: int, micro: int
-) -> None:
+def test_it_is_the_eager_monitor_and_changes_nothing(how: str, every: int, micro: int) -> None:
     expected, _ = train(build(), every, micro)
-    plain = compiled(build(), "aot_eager", in_place)
+    plain = compiled(build(), "aot_eager", how)
     _, losses = train(plain, monitor=False, micro=micro)
-    model = compiled(build(), "aot_eager", in_place)
+    model = compiled(build(), "aot_eager", how)
+    attributes = dict(vars(model))
     found, watched = train(model, every, micro)
+    assert dict(vars(model)) == attributes
     assert list(found.notes) == [COMPILED]
     assert not found.missing
     assert_same(found, expected)
@@ -134,7 +139,7 @@ def test_it_is_the_eager_monitor_and_changes_nothing(
 @needs("torch", "2.13", "it compiles once more")
 def test_the_users_own_graph_is_his_own() -> None:
     backend = Compiler()
-    model = compiled(build(), backend, in_place=False)
+    model = compiled(build(), backend, "wrapped")
     x = torch.randn(4, 8)
     model(x)
     own, before, forward = backend.graphs, state_of(model), vars(model)["forward"]
@@ -153,6 +158,84 @@ def test_the_users_own_graph_is_his_own() -> None:
     assert_same_state(before, state_of(model))
     model(x)
     assert backend.graphs == own + 1
+
+
+def watch_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Callable[[], Tensor]]
+) -> History:
+    monitor = Monitor(model, optimizer, what=("activations", "gradients"))
+    for loss in losses:
+        with monitor.step():
+            loss().backward()
+            optimizer.zero_grad()
+    return monitor.history
+
+
+def test_two_calls_in_one_backward_pass_both_count() -> None:
+    """A loss that compares two outputs of the model."""
+    a, b = torch.randn(2, 4, 8)
+    histories = []
+    for backend in (None, "aot_eager"):
+        model = build() if backend is None else compiled(build(), backend, "wrapped")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        losses = [lambda each=model: (each(a) - 2 * each(b)).square().mean()] * 2
+        histories.append(watch_steps(model, optimizer, losses))
+    eager, found = histories
+    assert list(found.notes) == [COMPILED]
+    assert_same(found, eager, rtol=1e-6)
+    assert found.statistics("0", "gradients", 0)["count"] == 2 * 4 * 16
+
+
+class Depth(Twice):
+    """Calls its layer as often as it is told."""
+
+    times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+def test_a_layer_that_a_later_step_calls_again_is_missing_there_and_not_wrong() -> None:
+    model = compiled(Depth(), "aot_eager", "in place")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def loss(times: int) -> Tensor:
+        model.times = times  # type: ignore[assignment]
+        found: Tensor = model(torch.ones(4, 8)).sum()
+        return found
+
+    history = watch_steps(model, optimizer, [partial(loss, times) for times in (1, 2, 2)])
+    for what in ("activations", "gradients"):
+        counts = history.values("layer", what, "count")
+        assert np.isnan(counts[1]), "of two calls it would be the last alone"
+        assert [counts[0], counts[2]] == [32, 64]
+    assert "called several times" in history.missing["layer"]
+    (note,) = history.notes
+    assert "layer is called several times in a pass" in note
+
+
+def test_a_call_that_failed_leaves_nothing_for_the_next() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.head(self.embedding(x)) + self.embedding(ids)
+
+    model = compiled(Lookup(), "aot_eager", "in place")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    good, bad = torch.tensor([1, 2]), torch.tensor([1, 9])
+    monitor = Monitor(model, optimizer, what=("activations", "gradients"), watch="head")
+    with pytest.raises(IndexError), monitor.step():
+        model(good, bad).sum().backward()
+    for _ in range(2):
+        with monitor.step():
+            model(good, good).sum().backward()
+    assert list(monitor.history.notes) == [COMPILED]
+    assert monitor.history.values("head", "gradients", "count").tolist() == [16, 16]
 
 
 @pytest.mark.slow
@@ -224,7 +307,7 @@ def test_a_compiler_that_fails_does_not_stop_training() -> None:
         return graph.forward
 
     expected, losses = train(build())
-    found, watched = train(compiled(build(), broken, in_place=False))
+    found, watched = train(compiled(build(), broken, "wrapped"))
     assert watched == losses
     assert_same(found, expected)
     (note,) = found.notes

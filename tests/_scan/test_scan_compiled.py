@@ -98,6 +98,80 @@ def test_a_second_scan_compiles_nothing_and_the_user_s_graph_is_his_own() -> Non
     assert plain.tolist() == again.tolist() == [first[0].tokens.ids.tolist()]
 
 
+def eager_and_compiled(change: Any, steps: int = STEPS, **more: Any) -> list[Scan]:
+    """The scan of a model that was changed, without and with compiled steps."""
+    found = []
+    for disabled in (True, False):
+        torch.compiler.reset()
+        model = build("llama")
+        options = {**settings("eager", disable_compile=disabled), **(change(model) or {})}
+        found.append(torchfmri.scan(model, None, prompts()[0], steps, per=None, **options, **more))
+    assert found[0].meta["generation"] == "eager"
+    return found
+
+
+def test_a_model_that_changes_between_the_steps_is_followed() -> None:
+    """Torch has to look in every step at what the graph depends on."""
+
+    def steer(model: Any) -> dict[str, Any]:
+        norm = model.model.layers[0].input_layernorm
+
+        def change(ids: Any, scores: Any) -> Any:
+            norm.variance_epsilon = 1e-6 if ids.shape[1] < len(prompts()[0]) + 6 else 5.0
+            return scores
+
+        return {"logits_processor": transformers.LogitsProcessorList([change])}
+
+    eager, compiled = eager_and_compiled(steer, steps=10)
+    assert compiled.meta["generation"] == "compiled"
+    assert_alike(compiled, eager)
+
+
+def test_steps_that_torch_compiles_no_more_are_taken_in_once() -> None:
+    """A hook that counts its calls has torch compile every step, until it gives up."""
+
+    def count(model: Any) -> None:
+        left = [6]
+
+        def amplify(module: Any, arguments: Any, output: Any) -> Any:
+            if output.shape[1] > 1:
+                return None
+            left[0] -= 1
+            return output * 8.0 if left[0] < 0 else None
+
+        model.model.layers[0].mlp.register_forward_hook(amplify)
+
+    told: list[Any] = []
+    eager, compiled = eager_and_compiled(count, steps=12, on_token=told.append)
+    assert compiled.meta["generation"] == "eager"
+    assert any("torch compiled them too often" in each for each in compiled.meta["notes"])
+    assert_alike(compiled, eager)
+    assert [each.position for each in told] == 2 * list(range(len(prompts()[0]) + 12))
+
+
+def test_a_step_with_a_gap_in_its_graph_has_what_was_seen() -> None:
+    def interrupt(model: Any) -> None:
+        written = model.model.layers[0].mlp.forward
+
+        def forward(x: Any) -> Any:
+            y = written(x)
+            torch._dynamo.graph_break()
+            return y
+
+        model.model.layers[0].mlp.forward = forward
+
+    eager, compiled = eager_and_compiled(interrupt)
+    assert any("could be followed into the compiled graph" in n for n in compiled.meta["notes"])
+    for layer in eager.layers:
+        one, other = (
+            each.values("activation", pattern=layer)[1][:, 0] for each in (eager, compiled)
+        )
+        if layer in compiled.meta["missed"]:
+            one = np.where(np.isnan(other), np.nan, one)
+        np.testing.assert_allclose(other, one, rtol=1e-5, err_msg=layer)
+    assert len(compiled.meta["missed"]) < 3
+
+
 def compile_in_place(model: Any, backend: Any) -> None:
     model.compile(backend=backend)
 

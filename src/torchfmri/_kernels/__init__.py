@@ -39,11 +39,11 @@ from torchfmri._kernels.number_table import (
     reduction_of,
 )
 from torchfmri._kernels.reduction import Reduction, combine_moments
+from torchfmri._kernels.row_tables import Numbers
 from torchfmri._kernels.rows import (
     Asked,
     Form,
     Lane,
-    Numbers,
     Product,
     RowLanes,
     bilinear_forms,

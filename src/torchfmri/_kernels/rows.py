@@ -3,7 +3,8 @@
 One pass over memory instead of one per number, written into tables that are made ahead: by numba
 for float32 on the CPU (`compiled_rows`), by Triton on CUDA (`cuda_rows`), where passes are queued
 and launched together. Tensors of one shape go through one `Lane`, which knows everything about them
-but their addresses. Without numba or Triton there is no lane, and the caller computes the same with
+but their addresses. Without numba a `TorchLane` writes whole rows of float32 on the CPU into the
+same tables by torch's operations. Otherwise there is no lane, and the caller computes the same with
 torch. `_tokens` makes one `RowLanes` per block and calls `flush` before it reads numbers.
 
 The limits below are measured and free. Kernels read a job by position: `rest` and the four numbers
@@ -49,14 +50,10 @@ from torch import Tensor
 
 from torchfmri._kernels.accelerator import compiled_rows
 from torchfmri._kernels.cuda_rows import MOST, RowQueue, can_read, launch_forms
+from torchfmri._kernels.row_tables import Numbers, Table
 
 SMALLEST = 1 << 14
 """Values from which on numba is asked: for less it is not worth its import."""
-_AHEAD = 512
-"""Lines of a table at most."""
-_BYTES = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Bytes of the first table: larger ones mean fewer read operations, but new memory costs time."""
-
 Send: TypeAlias = Callable[[Tensor, "Tensor | None", int], None]
 
 
@@ -92,57 +89,6 @@ class Product(NamedTuple):
     g_strides: tuple[int, int, int]
     x_strides: tuple[int, int, int]
     small: float
-
-
-# -- results -------------------------------------------------------------------------------------
-
-
-class Table:
-    """Lines of results, made ahead.
-
-    Attributes:
-        squares: (lines, t), or with groups (lines, t, groups).
-        products: (lines, t).
-        lines: How many: what `_BYTES` hold, at least twice the table before, 1 to `_AHEAD`.
-        address: Of the first line; the next is `step` bytes further, and in each the products are
-            `behind` bytes behind the squares.
-    """
-
-    __slots__ = ("address", "behind", "lines", "products", "squares", "step")
-
-    def __init__(self, tokens: int, groups: int, device: torch.device, before: int = 0) -> None:
-        entries = tokens * max(1, groups)
-        self.behind, self.step = 4 * entries, 4 * (entries + tokens)
-        first = _BYTES.get(device.type, _BYTES["cpu"]) // self.step
-        self.lines = min(_AHEAD, max(1, first, 2 * before))
-        whole = torch.empty(self.lines, entries + tokens, device=device)
-        squares = whole[:, :entries]
-        self.squares = squares.view(self.lines, tokens, groups) if groups else squares
-        self.products = whole[:, entries:]
-        self.address = whole.data_ptr()
-
-
-class Numbers(NamedTuple):
-    """Sums of squares and inner products of some rows: one line of two tables."""
-
-    all_squares: Tensor
-    all_products: Tensor
-    line: int
-
-    @staticmethod
-    def of(squares: Tensor, products: Tensor) -> Numbers:
-        """Numbers that somebody else has computed."""
-        return Numbers(squares[None], products[None], 0)
-
-    @property
-    def squares(self) -> Tensor:
-        """The sums of squares: (t,), or with groups (t, groups)."""
-        return self.all_squares[self.line]
-
-    @property
-    def products(self) -> Tensor:
-        """The inner products with the vector, (t,)."""
-        return self.all_products[self.line]
 
 
 class _Lines:
@@ -218,6 +164,27 @@ class QueuedLane(Lane):
         return Numbers(table.squares, table.products, line)
 
 
+class TorchLane(Lane):
+    """A lane of torch's own passes. Numbers that share a table are later read by few operations."""
+
+    __slots__ = ("_asked", "_width")
+
+    def __init__(self, lines: _Lines, width: int, asked: Asked) -> None:
+        self._lines, self._width, self._asked = lines, width, asked
+
+    def read(self, values: Tensor, other: Tensor | None = None) -> Numbers:
+        lines, asked = self._lines, self._asked
+        table, line = lines.table, lines.line
+        if line == table.lines:
+            table, line = lines.renew(), 0
+        lines.line = line + 1
+        rows = values.detach().view(-1, self._width)
+        some = rows if asked.length == self._width else rows.narrow(1, asked.start, asked.length)
+        torch.linalg.vector_norm(rows, 2, -1, out=table.squares[line]).square_()
+        torch.mv(some, asked.vector, out=table.products[line])
+        return Numbers(table.squares, table.products, line)
+
+
 class RowLanes:
     """The lanes of one block, and the tables that they write into."""
 
@@ -227,10 +194,13 @@ class RowLanes:
         self._vectors: list[Tensor] = []  # alive: a pass is told an address
 
     def lane(self, values: Tensor, asked: Asked) -> Lane | None:
-        """Return the lane of contiguous tensors like this; None where torch is to do the work."""
+        """Return the lane of contiguous tensors like this; None where the caller does the work."""
         count, width = values.numel(), values.shape[-1]
         if not self._can(values, count, asked.size, False):
-            return None
+            plain = values.is_cpu and values.dtype is torch.float32 and not asked.size
+            if not plain or count < SMALLEST:
+                return None
+            return TorchLane(self._lines_of(values, count // width, 0), width, asked)
         rows = count // width
         size, start, vector, address, length = asked
         self._vectors.append(vector)

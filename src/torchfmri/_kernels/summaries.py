@@ -168,6 +168,12 @@ def take_labels(slots: Sequence[Slot]) -> list[Label | None]:
     return [_labels.pop(each.number, None) for each in slots]
 
 
+def empty(slots: Sequence[Slot]) -> None:
+    """Forget what was written into the slots."""
+    take_labels(slots)
+    set_to_zero([each.values for each in slots])
+
+
 def combine(slots: Sequence[Slot]) -> Tensor:
     """The numbers of each slot, (slot, FIELDS); waits for nothing. The slots are empty then."""
     written = [each.values for each in slots]

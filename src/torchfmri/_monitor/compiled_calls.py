@@ -25,12 +25,13 @@ from torchfmri._torch import (
     HookSet,
     current_backward,
     flatten,
+    is_compiled_in_place,
     is_compiler_error,
     uncompiled,
-    uncompiled_call,
 )
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_SEVERAL = "was called several times in a compiled pass; watched eagerly from the next step"
 _tracing: list[Tensor | None] = []
 """While a step of ours runs or is traced: its mask. One list for all hooks, not one that each of
 them refers to: torch would make sure before every call that it is the same one for all."""
@@ -69,8 +70,8 @@ class CompiledCalls:
             as it was, with whatever is attached by then.
 
     Attributes:
-        is_in_place: Whether the model itself was compiled: hooks on it would be traced.
-        reason: Why this cannot be, or go on; "" as long as it can.
+        is_in_place: Whether the calls of the model were compiled: hooks on it would be traced.
+        reason: Why this cannot be, or not go on after this step; "" as long as it can.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class CompiledCalls:
     ) -> None:
         self._forward = CompiledForward(calls.model)
         self._inner = self._forward.inner
-        self.is_in_place = self._inner is calls.model
+        self.is_in_place = self._inner is calls.model and is_compiled_in_place(calls.model)
         self._calls, self._targets, self._sink = calls, list(targets), sink
         self._fall_back = fall_back
         self._hooks: HookSet | None = None
@@ -90,7 +91,8 @@ class CompiledCalls:
         self._ran = False
         self._labels: dict[str, list[summaries.Label | None]] = {}
         self._pending: WatchedStep | None = None  # whose gradients come
-        self._backward = 0
+        self._backward: tuple[int, int] | None = None  # the pass, and the call that it came to
+        self._number = 0  # of calls
         self.reason = self._find_reason()
         if not self.reason:
             device = next(self._inner.parameters()).device
@@ -128,7 +130,9 @@ class CompiledCalls:
         if self._hooks is not None:
             self._forward.put_back()
             self._remove_hooks()
-            self._pending = None
+            if self._pending is not None:  # a step that is given up
+                self._pending = None
+                summaries.empty(self._gradients)
 
     def _add_hooks(self) -> None:
         self._hooks = HookSet()
@@ -143,7 +147,7 @@ class CompiledCalls:
     # -- a call ------------------------------------------------------------------------------
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
-        if not self._sink.wants_call() or self.reason:
+        if not self._sink.wants_call():
             return self._call_unwatched(arguments, keywords)
         if not self.is_in_place:
             return self._call_watched(arguments, keywords)
@@ -166,10 +170,11 @@ class CompiledCalls:
     def _call_watched(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if self._run is None:
             self._run = self._forward.compile(_make_step())
-        inner = uncompiled_call(self._inner) if self.is_in_place else self._inner
+        mask = self._mask(arguments, keywords)
         try:
-            output = self._run(inner, self._mask(arguments, keywords), arguments, keywords)
-        except RuntimeError as error:
+            output = self._run(self._forward.function, mask, arguments, keywords)
+        except BaseException as error:
+            summaries.empty(self._outputs)
             if self._ran or not is_compiler_error(error):
                 raise
             self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -177,8 +182,11 @@ class CompiledCalls:
             return self._forward.call(*arguments, **keywords)
         finally:
             _tracing.clear()
-        self._collect(self._outputs, "activations", self._sink.step)
-        self._await_backward(output)
+        try:
+            self._collect(self._outputs, "activations", self._sink.step)
+            self._await_backward(output)
+        except Exception as error:
+            self._sink.failed("", error, backward=False)
         self._ran = True
         return output
 
@@ -197,42 +205,56 @@ class CompiledCalls:
         labels = summaries.take_labels(slots)
         numbers = summaries.combine(slots)
         if what == "activations" and not self._ran:
-            self._check(labels)
+            self._find_unmet(labels)
         # A CUDA graph that runs again has the shapes that it had.
         known = self._labels.get(what, labels)
         labels = [new or old for new, old in zip(labels, known, strict=True)]
         self._labels[what] = labels
+        series = [Series(each.layer, what) for each in self._targets]
+        once = [self._met_once(*each) for each in zip(series, labels, strict=True)]
         if step is not None and step.wants(what):
-            series = [Series(each.layer, what) for each in self._targets]
-            step.collector.add_summaries(series, labels, numbers)
+            step.collector.add_summaries(series, once, numbers)
 
-    def _check(self, labels: list[summaries.Label | None]) -> None:
-        """Find out whether every layer was met once."""
+    def _find_unmet(self, labels: list[summaries.Label | None]) -> None:
+        """Find out whether every layer was met."""
         names = [each.layer for each in self._targets]
         unmet = [name for name, label in zip(names, labels, strict=True) if label is None]
-        again = [name for name, each in zip(names, labels, strict=True) if each and each.calls > 1]
-        if again:
-            self.reason = f"{again[0]} is called several times in a pass"
-        elif unmet:
+        if unmet:
             self.reason = f"{unmet[0]} was not met inside the compiled graph"
 
+    def _met_once(self, series: Series, label: summaries.Label | None) -> summaries.Label | None:
+        """Return the label, but None for a slot that was written several times: it has the last."""
+        if label is None or label.calls == 1:
+            return label
+        self.reason = f"{series.layer} is called several times in a pass"
+        self._sink.missed(series.layer, series.what, _SEVERAL)
+        return None
+
     def _await_backward(self, output: object) -> None:
-        step = self._sink.step
+        """Have the gradients of this call collected before those of another one come.
+
+        Several calls may be part of one backward pass, and each writes into the same slots.
+        """
+        step, self._number = self._sink.step, self._number + 1
         assert step is not None
+        number = self._number
 
         def begins(_: Tensor) -> None:
-            task = current_backward()
-            if task != self._backward or self._pending is not step:
-                self.collect_gradients()  # of the pass before
-                self._backward, self._pending = task, step
+            if (current_backward(), number) == self._backward and self._pending is step:
+                return
+            try:
+                self.collect_gradients()
+                self._backward, self._pending = (current_backward(), number), step
                 step.read_scale()
+            except Exception as error:
+                self._sink.failed("", error, backward=True)
 
         for _, tensor in flatten(output):
             if tensor.requires_grad:
                 tensor.register_hook(uncompiled(begins))  # type: ignore[no-untyped-call]
 
     def collect_gradients(self) -> None:
-        """Hand over the gradients of the backward pass that is over."""
+        """Hand over the gradients that the backward pass of a call has brought."""
         step, self._pending = self._pending, None
         if step is not None:
             self._collect(self._gradients, "gradients", step)

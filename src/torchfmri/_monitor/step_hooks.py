@@ -22,7 +22,7 @@ from torchfmri._model import CallListener, StepCalls, compiled_code_as_eager, ow
 from torchfmri._monitor.compiled_calls import CompiledCalls
 from torchfmri._monitor.plan import WatchPlan
 from torchfmri._monitor.watched_step import StepSink
-from torchfmri._torch import compiled_parts, is_compiled_in_place
+from torchfmri._torch import CompiledForward, compiled_parts, is_compiled_in_place
 
 _EAGER = "watched steps ran eagerly: "
 _COMPILED = "watched steps ran compiled, with the statistics inside the graph"
@@ -56,7 +56,8 @@ class StepHooks(CallListener):
         for name, module in plan.modules.items() if of_calls else ():
             first.setdefault(id(module), (name, module))
         targets = [Target(name, module, of_calls) for name, module in first.values()]
-        if type(model).__name__ == "OptimizedModule" or is_compiled_in_place(model):
+        is_compiled = type(model).__name__ == "OptimizedModule" or is_compiled_in_place(model)
+        if is_compiled or CompiledForward(model).known:
             self._compiled = self._inside_the_graph(targets, plan)
         elif of_calls and (parts := compiled_parts(model)):
             names = {id(module): name for name, module in model.named_modules()}

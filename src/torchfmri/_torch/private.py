@@ -595,6 +595,14 @@ class CompiledForward:
         found: nn.Module = getattr(self.module, "_orig_mod", self.module)
         return found
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What was compiled: the wrapped module, the calls of a module, or its forward."""
+        if self.inner is not self.module:
+            return self.inner
+        written: Any = _uncompiled_function(self.call) if self._key == "forward" else None
+        return written or uncompiled_call(self.module)
+
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function with the settings that the module was compiled with."""
         assert self._compile is not None

@@ -152,7 +152,8 @@ class BatchRun:
                 tell_every=self.tell_every,
             )
             config = self.decoding.setting(model, "compile_config")
-            with recording, recorded_inside(recording, config) as compiled:
+            may_change = self.decoding.runs_own_code or self.on_token is not None
+            with recording, recorded_inside(recording, config, may_change) as compiled:
                 ids = self.decoding.run(model, self.prompt, endings)
             self.path = compiled.path
             self.notes += compiled.notes

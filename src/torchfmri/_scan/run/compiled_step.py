@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from torchfmri._torch import HookSet, uncompiled_call
 _steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], CompiledStep]]
 _steps = weakref.WeakKeyDictionary()
 """By model: compiling takes a minute, so it is done for the first scan alone."""
-_outputs: list[tuple[int, Tensor]] = []
+Outputs: TypeAlias = list[tuple[int, Tensor]]
+_outputs: Outputs = []
 """The outputs of the step that is traced, each with its place. One list for all hooks, not one that
 each of them refers to: torch would make sure before every step that it is the same one for all."""
 
@@ -75,8 +76,10 @@ class CompiledStep:
 
     def __call__(
         self, model: nn.Module, keywords: Mapping[str, Any], again: bool
-    ) -> tuple[Any, Tensor | None]:
-        """The output of the model, and (b, 1, width) of its layers; None where one is missing.
+    ) -> tuple[Any, Tensor | None, Outputs]:
+        """The output of the model, and (b, 1, width) of its layers.
+
+        Where one is missing: None, and the outputs of the others.
 
         Args:
             model: The model.
@@ -86,9 +89,9 @@ class CompiledStep:
                 longer than to run them.
         """
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=again):
-            output, flat = self._run(model, dict(keywords))
+            output, flat, found = self._run(model, dict(keywords))
         # The next step may write its result to the same place.
-        return output, None if flat is None else flat.clone()
+        return output, None if flat is None else flat.clone(), found
 
 
 @contextlib.contextmanager
@@ -126,21 +129,22 @@ def _make_step(layout: FlatLayout, b: int) -> Callable[..., Any]:
         place: each for place, each in enumerate(axes) if each.expected(b, 1) != shapes[place]
     }
 
-    def step(model: nn.Module, keywords: dict[str, Any]) -> tuple[Any, Tensor | None]:
+    def step(model: nn.Module, keywords: dict[str, Any]) -> tuple[Any, Tensor | None, Outputs]:
         _outputs.clear()
         # Not `model(...)`, where the user's own compiled code may stand.
         output = uncompiled_call(model)(**keywords)
         ordered: list[Any] = [None] * len(shapes)
-        for place, tensor in _outputs:
+        found = list(_outputs)
+        _outputs.clear()
+        for place, tensor in found:
             axis = viewed.get(place)
             rows = tensor if axis is None else axis.rows(tensor, b, 1)
             if rows is not None and rows.shape == shapes[place]:
                 ordered[place] = rows
-        _outputs.clear()
         for each in ordered:
             if each is None:
-                return output, None
-        return output, _join(ordered)
+                return output, None, found
+        return output, _join(ordered), []
 
     return _with_own_code(step)
 

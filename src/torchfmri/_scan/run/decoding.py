@@ -57,6 +57,8 @@ _READ_HERE: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """Options of `generate` that are read before it is called: what they may be, in code and words."""
+_OWN_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+"""Options of `generate` that are code of the user's, which runs between the steps."""
 _OWN_OPTIONS = ("do_sample", "temperature", "eos_token_id")
 
 
@@ -110,6 +112,12 @@ class Decoding:
             return False
         names = set(_NEUTRAL) | (set(self.options) - _HARMLESS)
         return all(self.setting(model, name) in _NEUTRAL.get(name, (None,)) for name in names)
+
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether code of the user's runs between the steps of the model."""
+        own = (self.options.get(name) is not None for name in _OWN_CODE)
+        return self.decode is not None or any(own)
 
     def setting(self, model: nn.Module, name: str) -> Any:
         """What `generate` will use for an option: as given, or the model's default."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,8 @@ _SHARE = 0.02
 _LONGEST = 10
 """How many times `tell_every` they wait at most."""
 _WRITTEN = "its activations while generating: somebody writes into its output"
+
+_UNSEEN = "its activations of a token: its output was not followed into compiled code"
 
 
 class LiveStep(NamedTuple):
@@ -93,6 +95,7 @@ class LiveRecording(Attached):
         missed: Layer -> why something of it is missing.
         seen: How many positions were run.
         unseen: How many were in a cache from the beginning.
+        passes: How often the model was run.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class LiveRecording(Attached):
         self._fed_ids = torch.full((self._b, length), -1, device=prompt.device)
         self._fed: list[Tensor] = []  # not yet in `_fed_ids`
         self._first_fed = 0
-        self._passes = 0
+        self.passes = 0
         self._first = self._new = self._count = 0
         self._ids = prompt
         self._cache: Any = None  # that of the last pass
@@ -204,10 +207,10 @@ class LiveRecording(Attached):
             )
         cache = keywords.get("past_key_values")
         # The first pass may be without one: the model makes it.
-        again = cache is self._cache or (self._cache is None and self._passes > 0)
+        again = cache is self._cache or (self._cache is None and self.passes > 0)
         start = held_positions(keywords, count, self.seen, again)
         self._cache = cache
-        known = self._prompt.shape[1] + self._passes
+        known = self._prompt.shape[1] + self.passes
         longer = start + count > known
         if longer and self.subject.looks_ahead:
             raise fed_in_its_own_way(unwrap(self.subject.model))
@@ -216,7 +219,7 @@ class LiveRecording(Attached):
         self.subject.refuse_length(start + count - self._padding)
         self._make_room(start + count)
         self._note_fed(start, ids)
-        if not self._passes:
+        if not self.passes:
             self.unseen = start
         # Without a cache the whole sequence is run again at each step: earlier tokens are known.
         self._count = count
@@ -332,6 +335,16 @@ class LiveRecording(Attached):
             else:
                 self._take(layer, output)
 
+    def take_outputs(self, found: Iterable[tuple[int, Tensor]]) -> None:
+        """Take in the outputs that a graph had in this step, beside those that hooks saw."""
+        if self.outputs.is_step:
+            for place, output in found:
+                self.outputs.put(place, output)
+            for layer, slot in zip(self.outputs.layout.layers, self.outputs.slots, strict=True):
+                if slot is None:
+                    self.missed[layer.name] = _UNSEEN
+            self._end_step()
+
     def take_flat(self, flat: Tensor) -> None:
         """Take in the outputs of all layers in this step, (b, 1, width), as they stand there."""
         if self._first_flat + len(self._flats) != self._first:
@@ -346,7 +359,7 @@ class LiveRecording(Attached):
 
     def end_pass(self, output: object) -> None:
         """Take in the logits, and tell of the step."""
-        self._passes += 1
+        self.passes += 1
         if self._new <= 0:
             return
         self.seen = self._first + self._new

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchfmri._model import unwrap
 from torchfmri._scan.run.compiled_step import (
     CompiledStep,
+    Outputs,
     StepCompiler,
     compiled_step,
     recording_hooks,
@@ -42,6 +43,8 @@ from torchfmri._torch import (
 _KEPT = ("_cache", "_previous_max_cache_length")
 """What `generate` keeps on the model so that its next call need not compile again."""
 _NUMBERS = frozenset((bool, int, float))
+_QUIET = frozenset(("torch", "transformers", "peft"))
+"""Packages whose modules change nothing but tensors from one step to the next."""
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -52,6 +55,7 @@ class RecordedCall:
         recording: Takes what the layers did.
         compiler: Compiles its steps.
         parts: Compiled modules of the model, which are part of its graph where it has one.
+        may_change: Whether code of the user's runs between steps, which may change the model.
 
     Attributes:
         ran: Whether a step ran compiled.
@@ -59,8 +63,13 @@ class RecordedCall:
     """
 
     def __init__(
-        self, recording: LiveRecording, compiler: StepCompiler, parts: RecordedParts
+        self,
+        recording: LiveRecording,
+        compiler: StepCompiler,
+        parts: RecordedParts,
+        may_change: bool,
     ) -> None:
+        self._may_change = may_change
         self._recording, self._compiler, self._parts = recording, compiler, parts
         subject = recording.subject
         self._model = unwrap(subject.model)
@@ -92,13 +101,20 @@ class RecordedCall:
         if self._step is None:
             like = like_parameters(self._model)
             self._parts.close()
+            self._may_change = self._may_change or _has_unknown_code(self._model)
             self._step = compiled_step(self._model, layout, len(ids), like, self._compiler)
             self._attached.enter_context(recording_hooks(layout.layers))
+        passes = recording.passes
         recording.begin_pass(ids, keywords)
-        output, flat = self._call_step(self._step, keywords)
+        output, flat, found = self._call_step(self._step, keywords)
+        if recording.passes > passes:
+            # The hooks on the model have taken everything in.
+            self.reason = "torch compiled them too often, and then no more"
+            return output
         self.ran = True
         if flat is None:
             self.reason = "not every layer could be followed into the compiled graph"
+            recording.take_outputs(found)
         elif recording.outputs.is_step:
             recording.take_flat(flat)
         recording.end_pass(output)
@@ -106,8 +122,13 @@ class RecordedCall:
 
     def _call_step(
         self, step: CompiledStep, keywords: Mapping[str, Any]
-    ) -> tuple[Any, Tensor | None]:
-        """Run a step; torch looks at everything again until two steps in a row were alike."""
+    ) -> tuple[Any, Tensor | None, Outputs]:
+        """Run a step; torch looks at everything again until two steps in a row were alike.
+
+        And always, where something may change of which nothing is seen here.
+        """
+        if self._may_change:
+            return step(self._model, keywords, again=False)
         form, graphs = _form_of(keywords), compiled_graphs()
         found = step(self._model, keywords, again=self._is_settled and form == self._form)
         same = graphs is not None and compiled_graphs() == graphs
@@ -117,6 +138,22 @@ class RecordedCall:
     def close(self) -> None:
         """Take the hooks off."""
         self._attached.close()
+
+
+def _has_unknown_code(model: nn.Module) -> bool:
+    """Whether somebody else's code runs inside a model: it may count its calls, for example."""
+    return any(
+        type(each).__module__.partition(".")[0] not in _QUIET
+        or "forward" in vars(each)
+        or not all(
+            map(_is_ours, (*each._forward_hooks.values(), *each._forward_pre_hooks.values()))
+        )
+        for each in model.modules()
+    )
+
+
+def _is_ours(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "torchfmri"
 
 
 def _form_of(value: Any) -> Any:
@@ -162,12 +199,15 @@ class RecordedGeneration(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedGeneration]:
+def recorded_inside(
+    recording: LiveRecording, config: Any, may_change: bool
+) -> Iterator[RecordedGeneration]:
     """Let compiled steps be recorded, where the model, its `generate` or its modules have any.
 
     Args:
         recording: Takes what the layers did.
         config: The CompileConfig that `generate` is given; None for its default.
+        may_change: Whether code of the user's runs between steps.
     """
     model = unwrap(recording.subject.model)
     own, compiles_itself = CompiledForward(model), hasattr(model, "get_compiled_call")
@@ -178,7 +218,8 @@ def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedG
     with contextlib.ExitStack() as stack:
         if own.known:
             # A weak reference: the code that the user compiled holds the model.
-            call = RecordedCall(recording, StepCompiler(own.compile, weakref.ref(own.call)), parts)
+            compiler = StepCompiler(own.compile, weakref.ref(own.call))
+            call = RecordedCall(recording, compiler, parts, may_change)
             stack.callback(call.close)
             stack.enter_context(own.replaced(call))
         elif compiles_itself:
@@ -186,7 +227,7 @@ def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedG
             compiler = StepCompiler(
                 partial(torch.compile, **options), repr(sorted(options.items()))
             )
-            call = RecordedCall(recording, compiler, parts)
+            call = RecordedCall(recording, compiler, parts, may_change)
             stack.callback(call.close)
         if call is not None and compiles_itself:
             stack.enter_context(_asked_for(model, call, config))

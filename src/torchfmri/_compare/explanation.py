@@ -9,7 +9,7 @@ from torchfmri._compare.changes import data_changes
 from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.difference import Kind, Pair
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import Matching, missing_layers
+from torchfmri._compare.matching import Matching, missing_layers, unmatched_before
 from torchfmri._compare.origin import Origin
 from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
 from torchfmri._compare.side import Side
@@ -36,8 +36,11 @@ def explain(
     seen = pair.place.layer if pair.direction == FORWARD else None
     routing = routing_kind(one.recording, two.recording, matching.pairs, pair.place.layer, seen)
     found += [routing] if routing is not None else []
-    if not matching.doubt and pair.direction == FORWARD:
-        found += missing_layers(modules_a, modules_b, matching, layer)
+    if pair.direction == FORWARD:
+        if not matching.doubt:
+            found += missing_layers(modules_a, modules_b, matching, layer)
+        elif layer != pair.place.layer:
+            found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
     if layer in modules_a and partner in modules_b:
         found += causes_of(modules_a[layer], modules_b[partner])
         found += mode_kinds(modules_a[layer], modules_b[partner])

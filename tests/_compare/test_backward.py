@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks._compare_models import batch, build
 from torchfmri import Comparison, Run, compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,6 +143,10 @@ def out_doubled(forward: Any, **given: Tensor) -> Any:
     return {**found, "out": double(found["out"])}
 
 
+def output_doubled(forward: Any, x: Tensor) -> Any:
+    return double(forward(x))
+
+
 def given_doubled(forward: Any, x: Tensor) -> Any:
     return forward(double(x))
 
@@ -167,6 +172,18 @@ def test_the_layer_that_changes_a_gradient_is_named(layer: str, change: Callable
     assert (first.direction, first.layer) == ("backward", layer)
     doubled = change in (out_doubled, given_doubled)
     assert ("b is a times 2" in [kind.text for kind in first.kinds]) == doubled
+
+
+@pytest.mark.parametrize("change", [output_doubled, given_doubled])
+def test_attention_that_returns_its_weights_hides_no_layer_inside_it(
+    change: Callable[..., Any],
+) -> None:
+    """The gradient of the weights arrives after that of the output projection."""
+    layer, sides = "model.layers.1.self_attn.o_proj", [build("llama", "eager") for _ in range(2)]
+    wrap(layer, change)(sides[1])
+    first = compare(*sides, data=batch("llama")).first
+    assert first is not None
+    assert (first.direction, first.layer) == ("backward", layer)
 
 
 def test_models_that_return_the_states_of_their_encoder_agree() -> None:

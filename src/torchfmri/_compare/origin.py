@@ -6,6 +6,7 @@ differs already, though all layers before it agree, the code of a layer around i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -74,9 +75,12 @@ def _origin_backward(
     if pair.partner is None and (cut := _cut_on_one_side(a.run, b.run, names)) is not None:
         return Origin(cut)
     before = {each.place.layer: None for each in earlier}
-    # What a layer returns beside its output, it may use itself: scores of experts, attention.
+    # What a layer returns beside its output, it may use itself: scores of experts, attention. Then
+    # the gradients of layers inside it may have arrived before.
     if any(p.place.layer == layer and not p.differs for p in pairs):
-        before[layer] = None
+        rest = (p for p in pairs[len(earlier) :] if p.place.layer != layer)
+        agreeing = itertools.takewhile(lambda p: not p.differs, rest)
+        before |= dict.fromkeys([*(p.place.layer for p in agreeing), layer])
     nearest = list(reversed(before))[:_LATER_LAYERS]
     # A block has more layers than that, and its own gradient arrives before theirs.
     later = list(dict.fromkeys(o for n in nearest for o in _around(n) if o in before))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks._compare_models import batch, build
 from benchmarks._compare_pairs import quiet, uncached_and_cached
-from torchfmri import Comparison, compare
+from torchfmri import Comparison, Run, compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXPERTS, TIED = 4, (3, 7)
@@ -91,3 +92,24 @@ def test_a_mixture_of_experts_with_and_without_a_cache() -> None:
     grids = [each.grid for each in found.pairs if each.place.layer.endswith("mlp.gate")]
     assert len(grids) == 6
     assert all(grid is not None for grid in grids), "routers are compared token by token"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_that_sort_their_rows_otherwise_agree(wrong: bool) -> None:
+    """One implementation sorts the rows of its experts by expert, another keeps their order."""
+    sides = []
+    for implementation in ("grouped_mm", "batched_mm"):
+        model = build("mixtral")
+        model.set_experts_implementation(implementation)
+        sides.append(Run(model, batch("mixtral")))
+    if wrong:
+        with torch.no_grad():
+            sides[1].model.model.layers[1].mlp.experts.gate_up_proj[2] *= 1.1
+    found = compare(*sides)
+    tables = [p for p in found.pairs if p.place.layer == "model.layers.0.mlp.experts.act_fn"]
+    assert tables
+    assert not any(pair.differs for pair in tables if pair.direction == "forward")
+    assert found.agree != wrong, found.summary()
+    if wrong:
+        assert found.first is not None
+        assert found.first.layer == "model.layers.1.mlp.experts"

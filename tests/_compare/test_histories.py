@@ -53,6 +53,73 @@ def test_first_step_and_layer_are_named(
     assert first.before == 0.0
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_parameter_that_is_frozen_at_a_step_is_named(base: Monitor, turned: bool) -> None:
+    frozen = History.load(base.history.save(_place("frozen")))
+    column = frozen.series.index(("2.weight", "parameter_gradients"))
+    for step in frozen:
+        if step.number >= 20:
+            step.table[column] = math.nan
+    first = compare(*(frozen, base)[:: 1 if turned else -1]).first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (20, "2.weight", "parameter_gradients")
+    assert first.reason == f"only {'b' if turned else 'a'} has any in that step"
+    assert compare(frozen, frozen).agree
+
+
+def test_steps_at_which_one_run_watched_less_are_no_difference(base: Monitor) -> None:
+    sparse = History.load(base.history.save(_place("sparse")))
+    columns = [at for at, each in enumerate(sparse.series) if each.what == "parameter_gradients"]
+    for step in sparse:
+        step.table[columns] = math.nan if step.number % 2 else step.table[columns]
+    assert compare(base, sparse).agree
+
+
+def test_a_tolerance_replaces_what_rounding_explains(base: Monitor) -> None:
+    scaled = History.load(base.history.save(_place("scaled")))
+    assert compare(base, scaled, tolerance=0).agree
+    for step in scaled:
+        step.loss *= 1 + 1e-7
+    assert compare(base, scaled).agree
+    first = compare(base, scaled, tolerance=0).first
+    assert first is not None
+    assert (first.step, first.what) == (0, "loss")
+    assert compare(base, scaled, tolerance=1e-6).agree
+
+
+def test_a_small_change_after_equal_steps_is_seen_where_it_enters() -> None:
+    """In bfloat16 one changed token of many is less than what rounding may do to an embedding."""
+
+    def trained(changed: int | None, rate: float = 1e-5) -> Monitor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 2)).bfloat16()
+        with torch.no_grad():
+            model[1].weight.mul_(20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        data = torch.Generator().manual_seed(1)
+        with Monitor(model, optimizer) as monitor:
+            for step in range(6):
+                ids = torch.randint(0, 49, (16, 40), generator=data)
+                if step == changed:
+                    ids[3, 5] += 1
+                loss = model(ids)[3, 5].float().square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                monitor.loss(loss)
+                optimizer.step()
+        return monitor
+
+    found = compare(trained(None), trained(4))
+    first = found.first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (4, "0", "activations")
+    column = found.series.index(("0", "activations"))
+    assert found.gaps[4, column] < 1e-2, "less than rounding to bfloat16 may do"
+    diverging = trained(None, rate=1e-2)
+    assert diverging.history.loss[-1] == math.inf
+    assert compare(diverging, trained(None, rate=1.01e-2)).first.step == 0, "without a warning"
+
+
 def test_slow_drift_is_no_difference_and_a_jump_is(base: Monitor) -> None:
     """Rounding on another machine: differences that double every few steps."""
     drifted = History.load(base.history.save(_place("drift")))
@@ -269,6 +336,8 @@ def test_bad_input_is_explained(base: Monitor, tmp_path: Path) -> None:
     (tmp_path / "steps-000000000.safetensors").write_bytes(b"half")
     with pytest.raises(FileFormatError, match="none of its files can be read"):
         compare(base, tmp_path)
+    with pytest.raises(InspectionError, match=r"names=.*training runs are compared as they are"):
+        compare(base, base, names={"0": "1"})
     with pytest.raises(InspectionError, match="the other side is a training run"):
         compare(base, nn.Linear(2, 2))
     other = nn.Linear(2, 1)

@@ -251,6 +251,19 @@ def test_other_data_is_listed(name: str, change: Callable[[Tensor], Tensor], sai
     assert texts[0] in [each.text for each in found.changes]
 
 
+def test_data_that_only_one_side_is_given_is_named() -> None:
+    a = Run(build("bert"), batch("bert"))
+    kinds = torch.ones_like(a.data["input_ids"])
+    first = compare(a, replace(a, data={**a.data, "token_type_ids": kinds})).first
+    assert first is not None
+    assert ("data", "only b is given token_type_ids") in first.kinds
+
+
+def test_data_without_a_name_is_called_so() -> None:
+    a = Run(nn.Tanh(), torch.ones(2, 3))
+    assert compare(a, replace(a, data=torch.ones(2, 4))).changes[0].text.startswith("the data is")
+
+
 def test_the_same_tokens_padded_elsewhere_are_no_other_data() -> None:
     """Eager attention returns its weights, whose keys are padded too."""
     ids = batch("llama", None)["input_ids"]

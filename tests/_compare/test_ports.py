@@ -191,6 +191,72 @@ def test_a_weight_that_was_loaded_wrong_is_still_matched() -> None:
     assert "transposed" in [kind.name for kind in first.kinds]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("model.layers.1.input_layernorm", "blocks.1.before"), ("model.norm", "last"),
+        ("model.embed_tokens", "words"), ("model.layers.2.mlp.up_proj", "blocks.2.up"),
+        ("model.layers.0.self_attn.k_proj", "blocks.0.attention.k"),
+    ],
+)  # fmt: skip
+def test_a_layer_with_other_numbers_has_the_partner_at_its_place(ours: str, theirs: str) -> None:
+    """A mistake in loading changes the weights by which layers are matched."""
+
+    def damage(port: Port) -> None:
+        layer = port.get_submodule(theirs)
+        weight = layer.gain if isinstance(layer, Norm) else layer.weight
+        weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+
+    found = compared(plant=damage)
+    assert found.first is not None
+    assert (found.first.layer, found.first.partner) == (ours, theirs)
+    assert any(f"by place and shape, such as {ours!r}" in note for note in found.notes)
+
+
+class Fused(nn.Module):
+    """Two layers of another model in one."""
+
+    def __init__(self, two: nn.Sequential) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(16, 8)
+        self.first.load_state_dict(two[0].state_dict())
+        self.last.load_state_dict(two[2].state_dict())
+        self.both = nn.Linear(8, 16)
+        parts = [two[1].one, two[1].other]
+        with torch.no_grad():
+            self.both.weight.copy_(torch.cat([each.weight for each in parts]))
+            self.both.bias.copy_(torch.cat([each.bias for each in parts]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.both(self.first(x).tanh()).tanh())
+        return found
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.one(x.tanh()), self.other(x.tanh())), -1).tanh()
+
+
+def test_layers_without_a_partner_before_the_first_difference_are_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Pair(), nn.Linear(16, 8))
+    port, data = Fused(model), torch.randn(6, 8)
+    assert compare(model, port, data=data).agree
+    with torch.no_grad():
+        port.both.bias[3] += 0.1
+    first = compare(model, port, data=data).first
+    assert first is not None
+    assert first.seen_at == "2"
+    assert (
+        "unmatched_layers",
+        "just before it run layers without a partner: '1.one', '1.other', '1' in a, 'both' in b",
+    ) in first.kinds
+
+
 def test_a_weight_that_is_shared_on_one_side_only_is_named() -> None:
     tied, loose = (build("llama", tie_word_embeddings=tie) for tie in (True, False))
     loose.load_state_dict(tied.state_dict())

@@ -117,6 +117,8 @@ def bad_exports(folder: Path, tokenizer: Any) -> dict[str, tuple[Any, str]]:
         "lengths": {"hidden_states": states, "token_ids": torch.arange(5)},
         "shape": {"hidden_states": states[0], "token_ids": ids},
         "vocabulary": {"hidden_states": states, "token_ids": ids + 10_000_000},
+        "whole": {"hidden_states": states.int(), "token_ids": ids},
+        "nothing": {"hidden_states": states[:0], "token_ids": ids[:0]},
         "right": {"hidden_states": states, "token_ids": ids},
         "fraction": {"hidden_states": states, "token_ids": torch.tensor([1, 2.5, 3, 4])},
         "negative": {"hidden_states": states, "token_ids": torch.tensor([1, 2, 3, -1])},
@@ -136,6 +138,8 @@ def bad_exports(folder: Path, tokenizer: Any) -> dict[str, tuple[Any, str]]:
         "no ids": (lambda: import_hidden_states(places["no ids"]), "no 'token_ids', only"),
         "lengths": (lambda: import_hidden_states(places["lengths"]), "4 tokens and the ids of 5"),
         "shape": (lambda: import_hidden_states(places["shape"]), r"\(tokens, layers, units\)"),
+        "whole": (lambda: import_hidden_states(places["whole"]), "hidden_states is int32"),
+        "nothing": (lambda: import_hidden_states(places["nothing"]), "holds no token"),
         "vocabulary": (
             lambda: import_hidden_states(places["vocabulary"], tokenizer), "another one",
         ),

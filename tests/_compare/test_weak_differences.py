@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks._compare_models import batch, build
 from benchmarks._compare_pairs import quiet
 from benchmarks._compare_unseen import FAULTS, fault_pairs, lowered, rounding_pairs
-from torchfmri import Run, compare
+from torchfmri import InspectionError, Run, compare
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.kinds import kinds_of, parameter_kind
 from torchfmri._compare.recording import RecordedRows
@@ -171,6 +171,12 @@ def rows(values: Tensor) -> RecordedRows:
     return RecordedRows(values.double(), grid)
 
 
+@pytest.mark.parametrize("value", [torch.float64, torch.float32])
+def test_autocast_to_a_dtype_that_torch_ignores_is_an_error(value: torch.dtype) -> None:
+    with pytest.raises(InspectionError, match=r"give torch.bfloat16, torch.float16 or None"):
+        Run(nn.Tanh(), torch.ones(2, 2), autocast=value)
+
+
 def test_precision_needs_evidence() -> None:
     torch.manual_seed(0)
     one = torch.randn(12, 64)
@@ -182,6 +188,27 @@ def test_precision_needs_evidence() -> None:
     assert kinds_of(rows(one), rows(one.bfloat16()), 1e-6, same_dtype=False) == []
     halved = (noisy * 1.2).bfloat16().float()
     assert "precision" not in [each.name for each in kinds_of(rows(one), rows(halved), 1e-6)]
+
+
+def test_kinds_are_told_through_the_rounding_of_bfloat16() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(20, 32), torch.randn(64, 32)
+    grid = PositionGrid(kept=torch.ones(1, 20, dtype=torch.bool), order=(0,))
+
+    def rows(values: Tensor) -> RecordedRows:
+        return RecordedRows(values=values.bfloat16().double(), grid=grid)
+
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    for changed, name in ((1.05 * x, "factor"), (x + 0.05, "shift"), (1.05 * x.square(), "")):
+        kinds = [each.name for each in kinds_of(rows(x), rows(changed), 1e-3, unit=unit)]
+        assert kinds == ([name] if name else []), name
+    kind = parameter_kind("weight", weight.bfloat16(), (1.05 * weight).bfloat16())
+    assert kind is not None
+    assert (kind.name, kind.text) == ("factor", "weight: b is a times 1.05")
+    noisy = weight + 0.05 * torch.randn(64, 32)
+    kind = parameter_kind("weight", weight.bfloat16(), noisy.bfloat16())
+    assert kind is not None
+    assert kind.name == "parameter"
 
 
 def test_a_quantised_weight_is_told_by_its_few_values() -> None:

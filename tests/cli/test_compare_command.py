@@ -84,8 +84,35 @@ def test_two_saved_inspections(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["a", "b", "--model", "tiny"], "both given"),
         (["a", "b", "--prompt", "x"], "needs --model"),
         (["a", "b", "--picture", "x.doc"], "not a format of pictures"),
+        (["--model", "tiny", "--a", "autocast=float64"], "choose bfloat16 or float16"),
+        (["--model", "tiny", "--a", "attn=sdpa,attn=eager"], "'sdpa' and as 'eager'. Give it once"),
     ],
 )
 def test_bad_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_script_that_raises_is_an_error_and_no_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("def make():\n    raise RuntimeError('no such checkpoint')\n")
+    assert main(["compare", f"{script}:make", f"{script}:make"]) == 2
+    assert "fails.py:make' raised RuntimeError: no such checkpoint" in capsys.readouterr().err
+
+
+def test_prompts_that_predict_nothing_are_compared_forward(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The loss of a single token is NaN in every model."""
+    assert main(["compare", "--model", "tiny", "--b", "attn=sdpa", "--prompt", ""]) == 0
+    assert "there is no loss" in capsys.readouterr().out
+
+
+def test_a_tolerance_for_training_runs(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder, rate in zip(folders, (0.05, 0.0505), strict=True):
+        train(folder=folder, rate=rate, steps=4)
+    assert main(["compare", *folders, "--tolerance", "0.5"]) == 0
+    assert main(["compare", *folders, "--tolerance", "0.005"]) == 1

@@ -1,11 +1,11 @@
 """`compare`: where two runs part, and whether that is rounding or a bug.
 
 `run` records a model, `rounding` redraws its rounding, `grid`, `parts` and `recording` make rows of
-tokens. `sources` makes sides, `matching` and `weights` find partners, `pairing` and `repetition`
-measure. `origin`, `causes`, `kinds` (a new kind is a test there) and `choices` explain a
-difference, `changes` lists what two models differ in before they run, `comparison` and `pictures`
-show it all. `histories` compares training runs, `hidden_states` imports what other engines export,
-`settings` makes runs for the command line.
+tokens. `sources` makes sides, `matching` and `weights` find partners, `pairing`, `arrangement` and
+`repetition` measure. `origin` locates a difference; `explanation` says what it is, with `causes`,
+`kinds` (a new kind is a test there) and `choices`. `changes` lists what two models differ in before
+they run, `comparison` and `pictures` show it all. `histories` compares training runs,
+`hidden_states` imports what other engines export, `settings` makes runs for the command line.
 """
 
 from torchfmri._compare.comparison import Comparison

@@ -83,12 +83,6 @@ def _run_changes(a: Run, b: Run) -> Iterator[Change]:
         said = f"training is {a.model.training} in a and {b.model.training} in b"
         yield Change("mode", said, ("",))
     if isinstance(a.data, Mapping) and isinstance(b.data, Mapping):
-        for side, only in (
-            ("a", a.data.keys() - b.data.keys()),
-            ("b", b.data.keys() - a.data.keys()),
-        ):
-            for name in sorted(only):
-                yield Change("data", f"only {side} is given {name}", ("",))
         sides = [_padded_side(each.data.get("attention_mask")) for each in (a, b)]
         if None not in sides and sides[0] != sides[1]:
             said = f"padding is on the {sides[0]} in a and on the {sides[1]} in b"
@@ -103,6 +97,13 @@ def data_changes(a: Run, b: Run) -> Iterator[Change]:
 
     The same tokens padded on other sides are no change: then values at tokens are compared.
     """
+    if isinstance(a.data, Mapping) and isinstance(b.data, Mapping):
+        for side, only in (
+            ("a", a.data.keys() - b.data.keys()),
+            ("b", b.data.keys() - a.data.keys()),
+        ):
+            for name in sorted(only):
+                yield Change("data", f"only {side} is given {name}", ("",))
     ours, theirs = ({each.path: each.tensor for each in flatten(run.data)} for run in (a, b))
     grids = [grids_of(run.data) for run in (a, b)]
     moved = [str(each.kept.tolist()) for each in grids[0]] != [
@@ -118,14 +119,15 @@ def data_changes(a: Run, b: Run) -> Iterator[Change]:
             if len(known) < 2:
                 continue
             one, two = known[0], known[1]
+        name = path or "the data"
         if one.shape != two.shape:
-            yield Change("data", f"{path} is {_shape(one)} in a and {_shape(two)} in b", ("",))
+            yield Change("data", f"{name} is {_shape(one)} in a and {_shape(two)} in b", ("",))
         elif not is_same(one, two):
             apart = torch.nonzero(one != two)
             first = tuple(apart[0].tolist())
             values = f"{one[first].item():.6g} in a and {two[first].item():.6g} in b"
             count = f"{len(apart):,} of {one.numel():,} values"
-            yield Change("data", f"{path} differs in {count}, first {list(first)}: {values}", ("",))
+            yield Change("data", f"{name} differs in {count}, first {list(first)}: {values}", ("",))
 
 
 def _same_ids(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

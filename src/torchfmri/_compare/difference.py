@@ -15,7 +15,7 @@ from torchfmri._compare.recording import RecordedPlace
 Floats = NDArray[np.float64]
 FACTOR = 5.0
 """How many times its own spread a side may differ from the other. Pairs that differ by rounding
-reach 2.8 (`python -m benchmarks compare --unseen`)."""
+reach 2.5 (`python -m benchmarks compare --unseen`)."""
 
 
 class Kind(NamedTuple):

@@ -12,17 +12,15 @@ import torch
 from torch import nn
 
 from torchfmri._arguments import check_real, require
-from torchfmri._compare.causes import causes_of, mode_kinds, tensor_kinds, tied_kinds
-from torchfmri._compare.changes import changes_of, data_changes
-from torchfmri._compare.choices import routing_kind
+from torchfmri._compare.changes import changes_of
 from torchfmri._compare.comparison import Comparison, nonfinite_note
 from torchfmri._compare.difference import Difference, Kind, Pair
+from torchfmri._compare.explanation import explain
 from torchfmri._compare.histories import compare_histories, histories_of
-from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import Matching, match_layers, missing_layers
-from torchfmri._compare.origin import origin_of
+from torchfmri._compare.matching import Matching, match_layers
+from torchfmri._compare.origin import Origin, origin_of
 from torchfmri._compare.pairing import pair_up
-from torchfmri._compare.recording import FORWARD, PARAMETERS, WHAT, relative
+from torchfmri._compare.recording import FORWARD, WHAT, relative
 from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
 from torchfmri._compare.sources import opened, recorded_data, running, side_of
@@ -61,7 +59,7 @@ def compare(
         loss: As for `Inspector.run_inspection`. Without one the backward pass is not compared.
         names: Layer of a -> layer of b, where they are called differently.
         tolerance: The relative difference to allow instead of measuring noise; 0 asks for equal
-            values.
+            values. For training runs it is that of their statistics.
         tokenizer: To write tokens as texts.
         max_bytes: The most bytes of tensors to keep of one pass; beyond it an error is raised.
 
@@ -84,7 +82,9 @@ def compare(
     a, b = opened(a), opened(b)
     runs = [histories_of(each) for each in (a, b)]
     if any(runs):
-        return compare_histories(*_both_histories(runs, (a, b)))
+        _refuse(data=data, target=target, loss=loss, names=names, max_bytes=max_bytes)
+        first, second = _both_histories(runs, (a, b))
+        return compare_histories(first, second, tolerance)
     a, b = _with_data(a, b, data, target, loss), _with_data(b, a, data, target, loss)
     with running("a", a):
         one = side_of(a, "a", max_bytes)
@@ -106,6 +106,12 @@ def compare(
     if found.first is not None and found.first.direction == FORWARD:
         _explain_autocast(found, one, two, names, tolerance, max_bytes)
     return found
+
+
+def _refuse(**options: Any) -> None:
+    """Raise an error if options of models were given with training runs."""
+    for name, value in options.items():
+        require(value is None, name, value, "training runs are compared as they are; leave it out")
 
 
 def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[list[History]]:
@@ -279,9 +285,10 @@ def _difference(
 ) -> Difference:  # fmt: skip
     own = [pair for pair in pairs if pair.direction == direction]
     at, pair = next((at, pair) for at, pair in enumerate(own) if pair.differs)
-    layer = pair.place.layer
+    origin = Origin(pair.place.layer)
     if not follows:
-        layer = origin_of(pair, own, one, two, dict(matching.pairs))
+        origin = origin_of(pair, own, one, two, dict(matching.pairs))
+    layer = origin.layer
     # A tensor without tokens (of experts, of another shape) is followed by one that has them. A
     # scalar such as the loss has no part that belongs to a token.
     value = one.recording.value(pair.place)
@@ -294,6 +301,8 @@ def _difference(
         f"relative difference {relative_gap:.2e} (allowed {pair.threshold:.1e}), "
         f"largest absolute difference {pair.largest:.3e}"
     )
+    if not pair.reason and relative_gap == math.inf:
+        reason = "some values are NaN or infinite on one side only"
     if pair.repeats:
         reason += (
             f". Noise alone explains up to {pair.noise:.1e}, but this difference comes back the "
@@ -316,7 +325,7 @@ def _difference(
         spread_b=pair.spread_b,
         threshold=pair.threshold,
         compared=at,
-        kinds=() if follows else _kinds(pair, layer, matching, one, two),
+        kinds=() if follows else explain(pair, origin, matching, one, two),
         reason=reason,
     )
 
@@ -331,41 +340,6 @@ def _first_row(pair: Pair) -> int:
         return int(differing[0])
     places = pair.grid.places
     return min(differing, key=lambda index: (places[index][1], places[index][0]))
-
-
-def _kinds(pair: Pair, layer: str, matching: Matching, one: Side, two: Side) -> tuple[Kind, ...]:
-    found: list[Kind] = []
-    modules_a, modules_b = one.modules, two.modules
-    partner = matching.pairs.get(layer, layer)
-    if one.run is not None and two.run is not None and pair.direction == PARAMETERS:
-        tied = tied_kinds(one.run.model, two.run.model, matching.pairs)
-        found += [tied[layer]] if layer in tied else []
-    seen = pair.place.layer if pair.direction == FORWARD else None
-    routing = routing_kind(one.recording, two.recording, matching.pairs, pair.place.layer, seen)
-    found += [routing] if routing is not None else []
-    if not matching.doubt and pair.direction == FORWARD:
-        found += missing_layers(modules_a, modules_b, matching, layer)
-    if layer in modules_a and partner in modules_b:
-        found += causes_of(modules_a[layer], modules_b[partner])
-        found += mode_kinds(modules_a[layer], modules_b[partner])
-        called = {each.layer for each in one.recording.inspection.values() if each.calls}
-        inside = [each for each in modules_a if layer and each.startswith(f"{layer}.")]
-        for each in (name for name in inside if name not in called):  # its weights are used as such
-            child = matching.pairs.get(each, f"{partner}{each.removeprefix(layer)}")
-            if child in modules_b:
-                name = each.removeprefix(f"{layer}.")
-                found += [
-                    Kind(kind.name, f"{name}.{kind.text}")
-                    for _, kind in tensor_kinds(modules_a[each], modules_b[child])
-                ]
-    if pair.direction == FORWARD and one.run is not None and two.run is not None:
-        found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
-    if pair.partner is not None:
-        a, b = one.recording.rows(pair.place), two.recording.rows(pair.partner)
-        if a is not None and b is not None:
-            dtypes = {one.recording.dtype(pair.place), two.recording.dtype(pair.partner)}
-            found += kinds_of(a, b, pair.threshold, same_dtype=len(dtypes) == 1)
-    return tuple(dict.fromkeys(found))
 
 
 def _padded_notes(pairs: Sequence[Pair], one: Side, two: Side) -> list[str]:

@@ -123,7 +123,12 @@ def _read(path: Path) -> _Request:
         )
     except ValueError as error:
         raise FileFormatError(path.name, f"its tensors cannot be read: {error}") from error
-    if states.ndim != 3 or ids.ndim != 1 or not states.is_floating_point():
+    if not states.is_floating_point():
+        dtype = str(states.dtype).removeprefix("torch.")
+        raise FileFormatError(path.name, f"{_STATES} is {dtype}; activations are floating point")
+    if not ids.numel():
+        raise FileFormatError(path.name, f"{_IDS} is empty: it holds no token to compare")
+    if states.ndim != 3 or ids.ndim != 1:
         raise FileFormatError(
             path.name,
             f"{_STATES} is {tuple(states.shape)} and {_IDS} is {tuple(ids.shape)}; they should be "

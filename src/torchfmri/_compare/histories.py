@@ -15,7 +15,13 @@ import numpy as np
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
-from torchfmri._compare.step_gaps import RunTable, column_of, number_gaps, statistics_gaps
+from torchfmri._compare.step_gaps import (
+    RunTable,
+    alone_in_one,
+    column_of,
+    number_gaps,
+    statistics_gaps,
+)
 from torchfmri._compare.step_noise import JUMP, RunPair, largest_so_far, step_noise
 from torchfmri._monitor import Monitor
 from torchfmri._records import STORED, UPDATES, Floats, History, Series, Step
@@ -48,12 +54,15 @@ class _Common(NamedTuple):
     updated: list[str]
 
 
-def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComparison:
+def compare_histories(
+    a: Sequence[History], b: Sequence[History], tolerance: float | None = None
+) -> HistoryComparison:
     """Find the first step and layer where two training runs part.
 
     Args:
         a: The reference, and repetitions of it.
         b: The other run, and repetitions of it.
+        tolerance: The relative difference to allow instead of what rounding explains.
 
     Raises:
         InspectionError: One has no steps, or they have neither steps nor layers in common.
@@ -76,13 +85,18 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
             break
     common = _common([*a, *b])
     one, two = ([_table(each, common) for each in side] for side in (a, b))
-    gaps = _gaps(one[0], two[0])
-    spread = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
+    kinds = [each.what for each in common.series]
+    gaps = _gaps(one[0], two[0], kinds)
+    spread = np.maximum(_spread(one, gaps.shape, kinds), _spread(two, gaps.shape, kinds))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
     pair = RunPair(a=a[0], b=b[0], one=one[0], two=two[0], series=series, gaps=gaps)
     least, allowed = step_noise(pair, spread, measured=len(a) > 1 or len(b) > 1)
-    first = _first(gaps, allowed, series, common.steps, a[0], b[0])
-    if first is not None:  # what comes later is no drift: it is measured by what was before
+    if tolerance is not None:
+        least = allowed = np.full(gaps.shape, tolerance)
+    first = _first(pair, allowed, common.steps, exact=tolerance is not None)
+    if (
+        first is not None and tolerance is None
+    ):  # what comes later is no drift: it is measured by what was before
         row = common.steps.index(first.step)
         allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
@@ -93,7 +107,11 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
         gaps=gaps,
         allowed=allowed,
         first=first,
-        notes=[*resumed, *_nonfinite(one[0], two[0], common), *_notes(a, b, common)],
+        notes=[
+            *resumed,
+            *_nonfinite(one[0], two[0], common),
+            *_notes(a, b, common, measured=tolerance is not None),
+        ],
     )
 
 
@@ -164,25 +182,34 @@ def _table(history: History, common: _Common) -> RunTable:
     return RunTable(values, updates, loss)
 
 
-def _gaps(a: RunTable, b: RunTable) -> Floats:
+def _gaps(a: RunTable, b: RunTable, kinds: Sequence[str]) -> Floats:
     """(step, series) how far two runs are apart: statistics, then the loss, then updates."""
-    parts = [statistics_gaps(a.values, b.values)]
+    alone = alone_in_one(a.values, b.values, kinds)
+    parts = [np.where(alone, math.inf, statistics_gaps(a.values, b.values))]
     parts += [number_gaps(a.loss, b.loss)[:, None], number_gaps(a.updates, b.updates)]
     return np.concatenate(parts, 1)
 
 
-def _spread(runs: Sequence[RunTable], shape: tuple[int, ...]) -> Floats:
+def _spread(runs: Sequence[RunTable], shape: tuple[int, ...], kinds: Sequence[str]) -> Floats:
     """(step, series) the largest difference between the repetitions of one side."""
     found = np.zeros(shape)
     for other in runs[1:]:
-        found = np.fmax(found, _gaps(runs[0], other))
+        found = np.fmax(found, _gaps(runs[0], other, kinds))
     return np.maximum.accumulate(np.nan_to_num(found), 0)  # noise grows, and is drawn once only
 
 
 def _first(
-    gaps: Floats, allowed: Floats, series: Sequence[Series], steps: Sequence[int],
-    a: History, b: History,
-) -> StepDifference | None:  # fmt: skip
+    runs: RunPair, allowed: Floats, steps: Sequence[int], *, exact: bool
+) -> StepDifference | None:
+    """Return the first step and series beyond what is allowed.
+
+    Args:
+        runs: The two runs.
+        allowed: (step, series) what is allowed.
+        steps: The numbers of the steps.
+        exact: Whether that is exactly what was asked for.
+    """
+    gaps, series = runs.gaps, runs.series
     with np.errstate(invalid="ignore"):
         beyond = gaps > allowed
     rows = np.flatnonzero(beyond.any(1))
@@ -190,9 +217,10 @@ def _first(
         return None
     row = int(rows[0])
     columns = np.flatnonzero(beyond[row]).tolist()
-    if row and min(_rank(series[each], each)[0] for each in columns) > 0:
+    if row and not exact and min(_rank(series[each], each)[0] for each in columns) > 0:
         # The step is known to part: now its first layer that jumps, however little, is wanted.
-        limits = np.maximum(JUMP * largest_so_far(gaps)[row], allowed[row] / JUMP)
+        before = largest_so_far(gaps)[row]
+        limits = np.maximum(JUMP * before, allowed[row] / JUMP if before.any() else 0.0)
         computed = ("activations", "loss", "gradients")
         more = [at for at in range(len(series)) if series[at].what in computed]
         allowed = allowed.copy()
@@ -207,7 +235,7 @@ def _first(
         relative=float(gaps[row, column]),
         allowed=float(allowed[row, column]),
         before=float(np.nan_to_num(gaps[:row, column]).max(initial=0.0)),
-        reason=_reason(a, b, steps[row], series[column]),
+        reason=_reason(runs.a, runs.b, steps[row], series[column]),
     )
 
 
@@ -227,6 +255,8 @@ def _reason(a: History, b: History, step: int, series: Series) -> str:
     one, two = (
         history.statistics(*series, history.steps.tolist().index(step)) for history in (a, b)
     )
+    if not (one.count and two.count):
+        return f"only {'a' if one.count else 'b'} has any in that step"
     if one.count != two.count:
         return f"{one.count:,} against {two.count:,} values"
     bad = [each.nan + each.inf for each in (one, two)]
@@ -250,7 +280,9 @@ def _nonfinite(a: RunTable, b: RunTable, common: _Common) -> list[str]:
     return [f"both runs have NaN or infinite values {since}: only their number was compared"]
 
 
-def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[str]:
+def _notes(
+    a: Sequence[History], b: Sequence[History], common: _Common, *, measured: bool
+) -> list[str]:
     found = []
     for name, runs in (("a", a), ("b", b)):
         extra = [each.layer for each in runs[0].series if each not in common.series]
@@ -265,7 +297,7 @@ def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[
             for text in runs[0].notes
             if any(said in text for said in ("cannot be read", "is missing"))
         ]
-    if len(a) == len(b) == 1:
+    if len(a) == len(b) == 1 and not measured:
         found.append(
             "one run on each side: what rounding amounts to is taken from the dtype, and slow "
             "drift does not count. Give several runs of a side to measure its own spread"

@@ -16,7 +16,10 @@ from torchfmri._compare.recording import RecordedRows, relative
 from torchfmri._text import apart
 
 _EXPLAINED = 0.02
-"""A change explains a difference if it leaves no more than this share of it."""
+"""A change explains a difference if it leaves no more than this share of it..."""
+_MOST_LEFT = 0.2
+"""... or no more than this share, if rounding alone may leave as much: in bfloat16 that is 4 % of a
+difference of 5 %."""
 _MOST_POSITIONS = 4
 _TOKENS = 2
 """Fewer rows cannot tell a rule from a coincidence."""
@@ -30,8 +33,9 @@ _MOST_NOISE = 0.5
 
 
 def kinds_of(
-    a: RecordedRows, b: RecordedRows, threshold: float, *, same_dtype: bool = True
-) -> list[Kind]:
+    a: RecordedRows, b: RecordedRows, threshold: float, *, same_dtype: bool = True,
+    unit: float = 0.0,
+) -> list[Kind]:  # fmt: skip
     """Return the simplest kinds of difference that explain the values; empty if none does.
 
     Args:
@@ -39,6 +43,7 @@ def kinds_of(
         b: Those of the other.
         threshold: What relative difference of a row counts.
         same_dtype: Whether both were computed in one dtype; else fewer bits explain nothing.
+        unit: The rounding of the values, relative to their size: it is left in any case.
     """
     one, two = a.values, b.values
     if one.shape != two.shape:
@@ -52,39 +57,41 @@ def kinds_of(
     gaps = relative(one, two)
     found = _position_kinds(a, gaps > threshold)
     differing = gaps > threshold
-    tests: tuple[Callable[[Tensor, Tensor], Kind | None], ...] = (
+    tests: tuple[Callable[[Tensor, Tensor, float], Kind | None], ...] = (
         _factor, _permutation, _shift, _factor_per_unit, _factor_per_token,
-        *((_precision,) if same_dtype else ()),
     )  # fmt: skip
     shifted = _shifted_positions(a, b, threshold)
     if shifted is not None:
         return [shifted]
     rows = differing if int(differing.sum()) >= _TOKENS else torch.ones_like(differing)
     for test in tests:
-        kind = test(one[rows], two[rows])
+        kind = test(one[rows], two[rows], unit)
         if kind is not None:
             return [kind, *found]
-    return found
+    precision = _precision(one[rows], two[rows]) if same_dtype else None
+    return found if precision is None else [precision, *found]
 
 
-def _left(one: Tensor, two: Tensor, explained: Tensor) -> float:
-    """Return the share of the difference that `explained` does not account for."""
-    return float((two - explained).norm() / (two - one).norm().clamp_min(1e-300))
+def _explains(one: Tensor, two: Tensor, explained: Tensor, unit: float) -> bool:
+    """Whether `explained` accounts for a difference, but for what rounding leaves of it."""
+    left, gap = (two - explained).norm(), (two - one).norm().clamp_min(1e-300)
+    rounding = min(unit * float(two.norm()), _MOST_LEFT * float(gap))
+    return float(left) <= max(_EXPLAINED * float(gap), rounding)
 
 
-def _factor(one: Tensor, two: Tensor) -> Kind | None:
+def _factor(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     factor = float((one * two).sum() / one.square().sum().clamp_min(1e-300))
-    if one.numel() < _TOKENS or not factor or _left(one, two, factor * one) > _EXPLAINED:
+    if one.numel() < _TOKENS or not factor or not _explains(one, two, factor * one, unit):
         return None
     return Kind("factor", f"b is a times {apart(factor, 1.0)[0]}")
 
 
-def _shift(one: Tensor, two: Tensor) -> Kind | None:
+def _shift(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     """Return a shift: b is a plus one vector that is equal at every token."""
     if len(one) < _TOKENS:
         return None
     by = (two - one).mean(0, keepdim=True)
-    if _left(one, two, one + by) > _EXPLAINED:
+    if not _explains(one, two, one + by, unit):
         return None
     units = int((by.abs() > by.abs().max() * 1e-3).sum())
     if units == one.shape[1] and float(by.std()) < _EXPLAINED * float(by.abs().mean()):
@@ -92,11 +99,11 @@ def _shift(one: Tensor, two: Tensor) -> Kind | None:
     return Kind("shift", f"b is a plus the same {units} numbers at every token, as of a bias")
 
 
-def _factor_per_unit(one: Tensor, two: Tensor) -> Kind | None:
+def _factor_per_unit(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     if len(one) < _TOKENS or one.shape[1] < _TOKENS:
         return None
     factors = (one * two).sum(0) / one.square().sum(0).clamp_min(1e-300)
-    if _left(one, two, one * factors) > _EXPLAINED:
+    if not _explains(one, two, one * factors, unit):
         return None
     low, high = apart(float(factors.min()), float(factors.max()))
     return Kind(
@@ -105,11 +112,11 @@ def _factor_per_unit(one: Tensor, two: Tensor) -> Kind | None:
     )
 
 
-def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
+def _factor_per_token(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     if one.shape[1] < 2 * _TOKENS:
         return None
     factors = (one * two).sum(1) / one.square().sum(1).clamp_min(1e-300)
-    if _left(one, two, one * factors[:, None]) > _EXPLAINED:
+    if not _explains(one, two, one * factors[:, None], unit):
         return None
     low, high = apart(float(factors.min()), float(factors.max()))
     return Kind(
@@ -119,7 +126,7 @@ def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
     )
 
 
-def _permutation(one: Tensor, two: Tensor) -> Kind | None:
+def _permutation(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     """Return a permutation of units, found by sorting both sides by a random sum over tokens."""
     tokens, units = one.shape
     if units < 2 or tokens < _TOKENS:
@@ -133,7 +140,7 @@ def _permutation(one: Tensor, two: Tensor) -> Kind | None:
     order_one, order_two = (sums @ one).argsort(), (sums @ two).argsort()
     source = torch.empty_like(order_one)
     source[order_two] = order_one
-    if _left(one, two, one[:, source]) > _EXPLAINED:
+    if not _explains(one, two, one[:, source], unit):
         return None
     moved = source != torch.arange(units, device="cpu")
     if not moved.any():
@@ -234,8 +241,9 @@ def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
             side = "b" if other is y else "a"
             return Kind("missing_parameter", f"{name} is zero in {side}")
     if x.ndim >= 2:
-        kind = _factor(x.flatten(1), y.flatten(1)) or _permutation(
-            x.flatten(1).T.contiguous(), y.flatten(1).T.contiguous()
+        unit = max(_unit(one.dtype), _unit(two.dtype)) / 2
+        kind = _factor(x.flatten(1), y.flatten(1), unit) or _permutation(
+            x.flatten(1).T.contiguous(), y.flatten(1).T.contiguous(), unit
         )
         if kind is not None:
             return Kind(kind.name, f"{name}: {kind.text}")

@@ -13,7 +13,7 @@ from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.recording import Recording
 from torchfmri._compare.side import Side
-from torchfmri._compare.weights import match_by_weights
+from torchfmri._compare.weights import match_by_place, match_by_weights
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
@@ -65,6 +65,10 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
         if by_weights:
             doubts.append(_doubt(by_weights, "by their weights"))
             pairs |= by_weights
+            by_place = match_by_place(one.modules, two.modules, (layers_a, layers_b), pairs)
+            if by_place:
+                doubts.append(_doubt(by_place, "by place and shape"))
+                pairs |= by_place
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
     if _are_few(pairs, layers_a, layers_b):
         by_order = _by_order(a, b, rest_a, rest_b)
@@ -109,6 +113,29 @@ def missing_layers(
         if held:
             more = "" if len(held) == 1 else f" and {plural(len(held) - 1, 'more layer')}"
             yield Kind("missing_layer", f"only {side} has {held[0]!r}{more}")
+
+
+def unmatched_before(a: Recording, b: Recording, matching: Matching, layer: str) -> Iterator[Kind]:
+    """Yield which layers without partners stand just before a layer: one of them may be the cause.
+
+    Args:
+        a: One side.
+        b: The other.
+        matching: Which layers are partners.
+        layer: The layer of a whose tensor is the first to differ.
+    """
+    said = []
+    for name, side, alone, at in (
+        ("a", a.layers, matching.only_a, layer),
+        ("b", b.layers, matching.only_b, matching.pairs.get(layer, layer)),
+    ):
+        before = side[: side.index(at)] if at in side else []
+        known = max((i for i, each in enumerate(before) if each not in alone), default=-1)
+        if between := before[known + 1 :]:
+            said.append(f"{listed(between)} in {name}")
+    if said:
+        text = f"just before it run layers without a partner: {', '.join(said)}"
+        yield Kind("unmatched_layers", text)
 
 
 def _are_few(pairs: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> bool:

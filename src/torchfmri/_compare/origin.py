@@ -6,15 +6,17 @@ differs already, though all layers before it agree, the code of a layer around i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchfmri._compare.difference import FACTOR, Pair
+from torchfmri._compare.difference import FACTOR, Kind, Pair
+from torchfmri._compare.kinds import is_same, kinds_of
 from torchfmri._compare.recording import BACKWARD, FORWARD, Recording, relative
 from torchfmri._compare.repetition import LEAST_UNITS
 from torchfmri._compare.run import Run, record, record_rounded
@@ -27,7 +29,19 @@ _ALIKE = 0.7
 """The cosine from which on the difference of an input repeats where that of the output does."""
 
 
-def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[str, str]) -> str:
+class Origin(NamedTuple):
+    """Where a difference comes from.
+
+    Attributes:
+        layer: The layer.
+        kinds: What the tensors that this layer is given, or gives back, tell about it.
+    """
+
+    layer: str
+    kinds: tuple[Kind, ...] = ()
+
+
+def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[str, str]) -> Origin:
     """Return the layer that a difference comes from; the pair's own layer if that is not known.
 
     Args:
@@ -39,31 +53,47 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
     """
     layer = pair.place.layer
     if a.run is None or b.run is None or a.run.is_compiled or b.run.is_compiled:
-        return layer
+        return Origin(layer)
     if pair.direction == FORWARD:
         around = [each for each in _around(layer) if each in names]
-        same = _agreeing(pair, around, a, b, names, "inputs")
+        given = _Given(a, b, around, names, "inputs")
+        same = _agreeing(pair, given)
         # Nothing agrees where the data differ: the first layer that shows it is what can be said.
-        return next((each for each in around if same.get(each)), layer)
+        layer = next((each for each in around if same.get(each)), layer)
+        return Origin(layer, tuple(given.mask_kinds(layer, pair)))
     if pair.direction == BACKWARD:
-        if pair.partner is None and any(
-            _cuts_gradients(run, name, pair)
-            for run, name in ((a.run, layer), (b.run, names[layer]))
-        ):
-            return layer
-        before = {each.place.layer: None for each in pairs[: pairs.index(pair)]}
-        nearest = list(reversed(before))[:_LATER_LAYERS]
-        # A block has more layers than that, and its own gradient arrives before theirs.
-        later = list(dict.fromkeys(o for n in nearest for o in _around(n) if o in before))
-        same = _agreeing(pair, later, a, b, names, "input_gradients")
-        wrong = [each for each in later if same.get(each) is False]
-        if wrong:
-            return min(wrong, key=lambda each: -each.count("."))
-        # Code between layers did it, of the module around them whose own gradient agrees.
-        differing = {each.place.layer for each in pairs if each.differs}
-        outer = (each for each in _around(layer)[1:] if each in before)
-        return next((each for each in outer if each not in differing), layer)
-    return layer
+        return _origin_backward(pair, pairs, a, b, names)
+    return Origin(layer)
+
+
+def _origin_backward(
+    pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[str, str]
+) -> Origin:
+    assert a.run is not None
+    assert b.run is not None
+    layer, earlier = pair.place.layer, pairs[: pairs.index(pair)]
+    if pair.partner is None and (cut := _cut_on_one_side(a.run, b.run, names)) is not None:
+        return Origin(cut)
+    before = {each.place.layer: None for each in earlier}
+    # What a layer returns beside its output, it may use itself: scores of experts, attention. Then
+    # the gradients of layers inside it may have arrived before.
+    if any(p.place.layer == layer and not p.differs for p in pairs):
+        rest = (p for p in pairs[len(earlier) :] if p.place.layer != layer)
+        agreeing = itertools.takewhile(lambda p: not p.differs, rest)
+        before |= dict.fromkeys([*(p.place.layer for p in agreeing), layer])
+    nearest = list(reversed(before))[:_LATER_LAYERS]
+    # A block has more layers than that, and its own gradient arrives before theirs.
+    later = list(dict.fromkeys(o for n in nearest for o in _around(n) if o in before))
+    given = _Given(a, b, later, names, "input_gradients")
+    same = _agreeing(pair, given)
+    wrong = [each for each in later if same.get(each) is False]
+    if wrong:
+        layer = min(wrong, key=lambda each: -each.count("."))
+        return Origin(layer, tuple(given.gradient_kinds(layer, pair)))
+    # Code between layers did it, of the module around them whose own gradient agrees.
+    differing = {each.place.layer for each in pairs if each.differs}
+    outer = (each for each in _around(layer)[1:] if each in before)
+    return Origin(next((each for each in outer if each not in differing), layer))
 
 
 def _around(layer: str) -> list[str]:
@@ -72,32 +102,65 @@ def _around(layer: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
-def _cuts_gradients(run: Run, layer: str, pair: Pair) -> bool:
-    """Whether a layer returns a tensor that has no gradient, though it could have one."""
-    module, found = named_layers(run.model)[layer], False
+class _Returned(NamedTuple):
+    """What one call of a layer returned.
 
-    def look(_: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-        nonlocal found
-        given = [each.tensor for each in flatten((arguments, keywords))]
-        own = [each for each in module.parameters(recurse=False) if each.requires_grad]
-        could = bool(own) or any(each.requires_grad for each in given)
-        returned = [each.tensor for each in flatten(output) if each.path == pair.place.element]
-        found |= could and any(not each.requires_grad for each in returned)
+    Attributes:
+        could: Whether a gradient could reach it: through an input, or to a parameter inside it.
+        has: Path of a tensor -> whether it requires grad.
+    """
 
+    could: bool
+    has: dict[str, bool]
+
+
+def _cut_on_one_side(a: Run, b: Run, names: Mapping[str, str]) -> str | None:
+    """Return the first layer that returns a tensor without a gradient on one side only.
+
+    A layer to which no gradient can lead does not count: the code around it cut it off.
+    """
+    theirs = _returned(b)
+    for (layer, call), ours in _returned(a).items():
+        other = theirs.get((names.get(layer, layer), call))
+        for path in ours.has if other is not None else ():
+            if other is None or path not in other.has or ours.has[path] == other.has[path]:
+                continue
+            if (other if ours.has[path] else ours).could:
+                return layer
+    return None
+
+
+def _returned(run: Run) -> dict[tuple[str, int], _Returned]:
+    """(layer, call) -> what it returned, in the order in which layers finish."""
+    found: dict[tuple[str, int], _Returned] = {}
+    counts: dict[str, int] = {}
     with whole_restorations(), ExitStack() as stack:
-        stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
-        record(run, layers=[layer])
+        for layer, module in named_layers(run.model).items():
+
+            def look(
+                module: nn.Module, arguments: Any, keywords: Any, output: Any, layer: str = layer
+            ) -> None:
+                given = flatten((arguments, keywords))
+                could = any(each.tensor.requires_grad for each in given)
+                could |= any(each.requires_grad for each in module.parameters())
+                values = [e for e in flatten(output) if e.tensor.is_floating_point()]
+                call = counts[layer] = counts.get(layer, -1) + 1
+                has = {each.path: each.tensor.requires_grad for each in values}
+                found[layer, call] = _Returned(could=could, has=has)
+
+            stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
+        record(run, layers=[next(iter(named_layers(run.model)))])
     return found
 
 
-def _takes_gradients(side: Side, layer: str) -> bool:
-    """Whether a layer is given a tensor that requires grad; if not, the code around it cut it."""
+def _taken(side: Side, layer: str) -> set[str]:
+    """Return the paths of what a layer is given that requires grad; all else was cut before it."""
     assert side.run is not None
-    found = False
+    found: set[str] = set()
 
     def look(_: nn.Module, arguments: Any, keywords: Any) -> None:
-        nonlocal found
-        found |= any(each.tensor.requires_grad for each in flatten((arguments, keywords)))
+        elements = [*flatten(arguments), *flatten(keywords)]
+        found.update(each.path for each in elements if each.tensor.requires_grad)
 
     module = named_layers(side.run.model)[layer]
     with whole_restorations(), ExitStack() as stack:
@@ -106,27 +169,91 @@ def _takes_gradients(side: Side, layer: str) -> bool:
     return found
 
 
-def _agreeing(
-    pair: Pair, layers: Sequence[str], a: Side, b: Side, names: dict[str, str], what: str
-) -> dict[str, bool]:
+class _Given:
+    """What some layers are given, or the gradients of it: of a and b, and both with new rounding.
+
+    Args:
+        a: One side.
+        b: The other.
+        layers: Layers of a.
+        names: Layer of a -> layer of b.
+        what: inputs or input_gradients.
+    """
+
+    def __init__(
+        self, a: Side, b: Side, layers: Sequence[str], names: Mapping[str, str], what: str
+    ) -> None:
+        self.layers, self.what = layers, what
+        self.sides, self._names = (a, b), names
+        self.recorded: list[Recording] = []
+        if layers:
+            theirs = [names[each] for each in layers]
+            self.recorded = [*_recorded(a, layers, what), *_recorded(b, theirs, what)]
+
+    def at(self, layer: str, pair: Pair) -> list[dict[str, Tensor]]:
+        """Return it by path: of a, of a with new rounding, of b, of b with new rounding."""
+        names = [layer, layer, self._names[layer], self._names[layer]]
+        both = list(zip(names, self.recorded, strict=True))
+        if not all(side.inspection[name].calls for name, side in both):
+            return []
+        return [side.tensors(name, pair.place.call, self.what) for name, side in both]
+
+    def cut(self, layer: str, given: Sequence[dict[str, Tensor]]) -> bool:
+        """Whether a layer gives back no gradient on one side for something that requires it."""
+        one, two = given[0], given[2]
+        for side, name, missing in (
+            (self.sides[1], self._names[layer], one.keys() - two.keys()),
+            (self.sides[0], layer, two.keys() - one.keys()),
+        ):
+            if missing and missing & _taken(side, name):
+                return True
+        return False
+
+    def tables(self, several: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return tensors as rows."""
+        both = zip(self.recorded, several, strict=True)
+        return [side.as_rows(each, self.what).values for side, each in both]
+
+    def mask_kinds(self, layer: str, pair: Pair) -> Iterator[Kind]:
+        """Yield the kind `mask` if a layer is given another mask; inputs leave masks out."""
+        one, two = (side.recording for side in self.sides)
+        if layer not in self.layers or one.layout != two.layout:
+            return
+        given = self.at(layer, pair)
+        for path, mask in given[0].items() if given else ():
+            other = given[2].get(path)
+            if "mask" not in path or other is None:
+                continue
+            if (mask.dtype, mask.shape) == (other.dtype, other.shape) and not is_same(mask, other):
+                count = f"{int((mask != other).sum()):,} of {mask.numel():,} values"
+                yield Kind("mask", f"{path!r} that {layer!r} is given differs in {count}")
+
+    def gradient_kinds(self, layer: str, pair: Pair) -> Iterator[Kind]:
+        """Yield how the gradients that a layer gives back differ."""
+        for several in _matched(self.at(layer, pair)):
+            tables = self.tables(several)
+            if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
+                rows = [
+                    self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)
+                ]  # fmt: skip
+                unit = max(torch.finfo(several[at].dtype).eps / 2 for at in (0, 2))
+                yield from kinds_of(rows[0], rows[1], pair.threshold, unit=unit)
+                return
+
+
+def _agreeing(pair: Pair, given: _Given) -> dict[str, bool]:
     """Return for each layer whether its inputs, or the gradients of its inputs, agree."""
-    if not layers:
-        return {}
-    recorded = [*_recorded(a, layers, what), *_recorded(b, [names[each] for each in layers], what)]
     found: dict[str, bool] = {}
-    for layer in layers:
-        at = [(layer, each) for each in recorded[:2]] + [(names[layer], e) for e in recorded[2:]]
-        if not all(side.inspection[name].calls for name, side in at):
+    for layer in given.layers:
+        known = given.at(layer, pair)
+        if not known:
             continue
-        given = [_inputs(side.tensors(name, pair.place.call, what)) for name, side in at]
+        if given.what == "input_gradients" and given.cut(layer, known):
+            found[layer] = False
+            continue
         found[layer] = True
-        if what == "input_gradients" and bool(given[0]) != bool(given[2]):
-            cut, name = (b, names[layer]) if given[0] else (a, layer)
-            found[layer] = not _takes_gradients(cut, name)
-        for several in _matched(given):
-            tables = [
-                side.as_rows(each, what).values for (_, side), each in zip(at, several, strict=True)
-            ]
+        for several in _matched([_inputs(each) for each in known]):
+            tables = given.tables(several)
             if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
                 found[layer] = False
     return found
@@ -176,6 +303,8 @@ def _differs(tables: Sequence[Tensor], pair: Pair) -> bool:
 
 def _matched(given: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, ...]]:
     """Match the inputs of a, twice, and of b, twice: by path, or by order in a renamed port."""
+    if not given:
+        return []
     if any(path in given[2] for path in given[0]):
         common = [path for path in given[0] if all(path in each for each in given)]
         return [tuple(each[path] for each in given) for path in common]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchfmri._compare.arrangement import has_own_order, in_order, is_transposed
 from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Pair
-from torchfmri._compare.kinds import is_same
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import (
     BACKWARD,
@@ -19,6 +19,7 @@ from torchfmri._compare.recording import (
     PARAMETERS,
     WHAT,
     RecordedPlace,
+    RecordedRows,
     Recording,
     relative,
 )
@@ -298,7 +299,7 @@ def _pair(
     spreads = a.spread.get(place), b.spread.get(partner)
     spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
-    turned = _is_transposed(a, b, place, partner)
+    turned = is_transposed(a, b, place, partner)
     one, two = a.recording.rows(place), b.recording.rows(partner, transposed=turned)
     grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
@@ -316,6 +317,11 @@ def _pair(
     else:
         gaps = relative(one.values, two.values).numpy()
         grid = one.grid if two.grid is not None else None
+        if gaps.max(initial=0.0) > threshold and has_own_order(a, place):
+            ordered = in_order(a, b, place, partner)
+            if ordered is not None and float(relative(*ordered).max()) <= threshold:
+                one, two = (RecordedRows(values=each, grid=None) for each in ordered)
+                gaps = relative(one.values, two.values).numpy()
         apart = (one.values - two.values).abs()
         largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
         # A scan has NaN where a gradient was not measured.
@@ -335,26 +341,6 @@ def _pair(
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
         repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
     )  # fmt: skip
-
-
-def _is_transposed(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> bool:
-    """Whether a parameter is kept transposed in b, as the weight of a Conv1D is in a Linear."""
-    if place.what != WHAT[PARAMETERS]:
-        return False
-    shapes = [
-        each.shape if each is not None else ()
-        for each in (a.recording.value(place), b.recording.value(partner))
-    ]
-    if len(shapes[0]) != 2 or shapes[0] != shapes[1][::-1]:
-        return False
-    held = [
-        own_tensors(side.modules[at.layer]).get(at.element)
-        for side, at in ((a, place), (b, partner))
-        if at.layer in side.modules
-    ]
-    if len(held) < 2 or held[0] is None or held[1] is None:
-        return shapes[0] != shapes[1]
-    return is_same(held[0], held[1].T) and not is_same(held[0], held[1])
 
 
 def _threshold(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from dataclasses import replace
 from functools import cached_property
@@ -78,7 +79,7 @@ class Recording:
         self._order: dict[str, list[RecordedPlace]] = {direction: [] for direction in WHAT}
         self._list_calls()
         self._list_parameters()
-        self._order[BACKWARD].reverse()
+        self._order[BACKWARD] = self._by_arrival(self._order[BACKWARD])
 
     def places(self, direction: str) -> list[RecordedPlace]:
         """The tensors of the forward pass, of the backward pass, or of the parameters, in order."""
@@ -267,6 +268,25 @@ class Recording:
         grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
         return (self.parts.calls, self._turned, str(grids))
 
+    def _by_arrival(self, places: list[RecordedPlace]) -> list[RecordedPlace]:
+        """Return the places of the backward pass in the order in which their gradients arrive.
+
+        A model may return what a layer inside it computed long before, such as the states of its
+        encoder. The gradient of that arrives when that of the layer does.
+        """
+        counts = collections.Counter((place.layer, place.call) for place in places)
+        order = {place: float(at) for at, place in enumerate(places)}
+        known: dict[RecordedPlace, Value] = {}
+        for at, place in enumerate(places):
+            output = self._values.get(place._replace(what=WHAT[FORWARD]))
+            if output is None or not output.has_tensor or not output.shape:
+                continue
+            if counts[place.layer, place.call] > 1:
+                same = (each for each, value in known.items() if _is_equal(value, output))
+                order[place] = order.get(next(same, place), at) + at / len(places) / 2
+            known[place] = output
+        return sorted(places, key=lambda place: -order[place])
+
     def _list_parameters(self) -> None:
         seen = set()
         for record in self.inspection.values():
@@ -277,6 +297,14 @@ class Recording:
                 place = RecordedPlace(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
+
+
+def _is_equal(one: Value, two: Value) -> bool:
+    """Whether two values hold the same numbers; the first ones tell most apart."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    first, other = (each.tensor.reshape(-1)[:8] for each in (one, two))
+    return torch.equal(first, other) and torch.equal(one.tensor, two.tensor)
 
 
 def _is_number(entry: tuple[str, Value | None]) -> bool:

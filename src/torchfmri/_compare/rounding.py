@@ -1,9 +1,9 @@
 """Random rounding: what a model would return if each layer had rounded differently.
 
 Every floating-point value that a layer returns, and that a layer with parameters takes, is moved up
-or down at random, by about half a unit in the last place of its dtype. The difference to the plain
-run is what rounding amounts to at each depth of this model on this data (Monte Carlo arithmetic),
-forward and backward.
+or down at random, by about half a unit in the last place of its dtype, and so is its gradient. The
+difference to the plain run is what rounding amounts to at each depth of this model on this data
+(Monte Carlo arithmetic), forward and backward.
 """
 
 from __future__ import annotations
@@ -74,15 +74,28 @@ class _Hooks:
 
     def __init__(self, draw: _Draw, unit: float) -> None:
         self._draw, self._unit = draw, unit
+        self._returned = 0.0
 
     def before(self, _: nn.Module, arguments: Any, keywords: Any) -> tuple[Any, Any]:
         return map_tensors(arguments, self._round), map_tensors(keywords, self._round)
 
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return map_tensors(output, self._round)
+        return map_tensors(output, self._round_output)
 
     def _round(self, x: Tensor) -> Tensor:
-        return self._draw.round(x, self._unit)
+        rounded = self._draw.round(x, self._unit)
+        if rounded is not x and rounded.requires_grad:
+            # A linear loss has the same gradients however the forward pass rounds: the backward
+            # pass rounds by itself, and under autocast as coarsely as what the layer returned.
+            rounded.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._draw.round(gradient, max(self._unit, self._returned))
+            )
+        return rounded
+
+    def _round_output(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            self._returned = max(self._returned, _unit(x.dtype))
+        return self._round(x)
 
 
 class _Draw:

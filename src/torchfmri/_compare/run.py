@@ -67,8 +67,9 @@ class Run:
     def __post_init__(self) -> None:
         check_module("model", self.model)
         require(self.data is not None, "data", self.data, "give what the model is called with")
-        dtype = self.autocast is None or isinstance(self.autocast, torch.dtype)
-        require(dtype, "autocast", self.autocast, "give a dtype, such as torch.bfloat16, or None")
+        # torch.autocast warns of any other dtype, and does nothing then.
+        known = self.autocast in (None, torch.bfloat16, torch.float16)
+        require(known, "autocast", self.autocast, "give torch.bfloat16, torch.float16 or None")
         check_callable("call", self.call, "give a function of the model and the data")
         if self.call is None:
             arguments_for(self.model, self.data)

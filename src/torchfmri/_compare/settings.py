@@ -34,15 +34,18 @@ def parse_settings(words: Sequence[str]) -> dict[str, str]:
     """Settings by name, from words such as "attn=eager" or "attn=eager,dtype=bfloat16".
 
     Raises:
-        InspectionError: One is not known, or has no value.
+        InspectionError: One is not known, has no value, or was given two values.
     """
-    found = {}
+    found: dict[str, str] = {}
     for word in (part for each in words for part in each.split(",")):
         name, equals, value = word.partition("=")
         if name not in CHOICES or not equals or not value:
             known = "; ".join(f"{each}= ({meaning})" for each, meaning in CHOICES.items())
             raise InspectionError(f"{word!r} is not a setting (name=value). There are {known}.")
-        found[name] = value
+        if found.setdefault(name, value) != value:
+            raise InspectionError(
+                f"{name}= was given twice, as {found[name]!r} and as {value!r}. Give it once."
+            )
     return found
 
 
@@ -68,7 +71,7 @@ def run_with(model: str, prompts: Sequence[str], settings: Mapping[str, str]) ->
     prepared = _prepared(named.model.eval(), settings)
     call: Callable[[nn.Module, Any], Any] | None = None
     if cached:
-        del data["labels"]  # a loss needs the whole sequence
+        data.pop("labels", None)  # a loss needs the whole sequence
         call = _token_by_token
     elif settings.get("quantize"):
         call = _without_gradients
@@ -113,6 +116,8 @@ def _tokens(model: nn.Module, tokenizer: Any, prompts: Sequence[str], side: str)
     labels = ids.masked_fill((mask == 0) | (positions == 0), -100)
     device = next(model.parameters()).device
     data = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if bool((labels == -100).all()):  # prompts of one token predict nothing: that loss is NaN
+        del data["labels"]
     if "position_ids" in signature(model.forward).parameters:
         data["position_ids"] = positions
     return {name: value.to(device) for name, value in data.items()}
@@ -138,7 +143,7 @@ def _token_by_token(model: nn.Module, data: Any) -> Any:
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    known = isinstance(found, torch.dtype) and found.is_floating_point
+    known = found in (torch.bfloat16, torch.float16)
     require(known, "autocast", name, "choose bfloat16 or float16")
     assert isinstance(found, torch.dtype)
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchfmri._records import COUNTS, STORED, Floats
 
@@ -33,6 +35,20 @@ def statistics_gaps(a: Floats, b: Floats) -> Floats:
     seen = [~np.isnan(get(table, "count")) for table in (a, b)]
     found = np.where(other & seen[0] & seen[1], math.inf, found)
     return np.where(seen[0] & seen[1], np.nan_to_num(found, nan=0.0, posinf=math.inf), math.nan)
+
+
+def alone_in_one(a: Floats, b: Floats, kinds: Sequence[str]) -> NDArray[np.bool_]:
+    """(step, series) whether one run lacks a series in a step where it has others of that kind.
+
+    Such as the gradient of a parameter that was frozen, or the output of a layer that was left out.
+    """
+    seen: list[NDArray[np.bool_]] = [~np.isnan(column_of(table, "count")) for table in (a, b)]
+    found: NDArray[np.bool_] = np.not_equal(seen[0], seen[1])
+    for kind in set(kinds):
+        own = [at for at, each in enumerate(kinds) if each == kind]
+        watched = np.array([each[:, own].any(1) for each in seen]).all(0)
+        found[:, own] &= watched.reshape(-1, 1)
+    return found
 
 
 def column_of(table: Floats, name: str) -> Floats:

@@ -245,9 +245,10 @@ def _amplified(runs: RunPair, summed: Floats) -> tuple[Floats, Floats]:
         touched = [update]
         if (parameter := column.get(Series(name, "parameters"))) is not None:
             moved = np.where(so_far > 0, np.where(np.isnan(sizes), math.inf, sizes), 0.0)
-            usual[1:, parameter] = _FACTOR * np.cumsum(np.nan_to_num(sizes) * so_far)[:-1]
-            # Sizes are those of all values together; the largest value may move by more.
-            most[1:, parameter] = _FACTOR * np.cumsum(moved)[:-1]
+            with np.errstate(over="ignore"):  # a run that diverges has updates of any size
+                usual[1:, parameter] = _FACTOR * np.cumsum(np.nan_to_num(sizes) * so_far)[:-1]
+                # Sizes are those of all values together; the largest value may move by more.
+                most[1:, parameter] = _FACTOR * np.cumsum(moved)[:-1]
             touched.append(parameter)
             output = column.get(Series(name.rpartition(".")[0], "activations"))
             if output is not None:  # it differs by no less than what it is computed with

@@ -48,21 +48,56 @@ def match_by_weights(
     return found
 
 
+def match_by_place(
+    a: Mapping[str, nn.Module],
+    b: Mapping[str, nn.Module],
+    layers: tuple[Sequence[str], Sequence[str]],
+    known: Mapping[str, str],
+) -> dict[str, str]:
+    """Return pairs of layers with other numbers that stand between the same partners.
+
+    A weight that was loaded wrong is the mistake that is looked for: its layer needs a partner.
+
+    Args:
+        a: The modules of one side by layer.
+        b: Those of the other.
+        layers: The layers of both, in the order in which they finish.
+        known: Pairs that are known.
+    """
+    taken = (set(known), set(known.values()))
+    keys = [_grouped({n: _parameter_shapes(side[n]) for n in names if n in side and n not in own})
+            for side, names, own in zip((a, b), layers, taken, strict=True)]  # fmt: skip
+    return _match_by_neighbours(keys, layers, known, equal_counts=True)
+
+
+def _parameter_shapes(module: nn.Module) -> tuple[Any, ...]:
+    """Return the shapes of what a module holds itself, whatever they are called."""
+    return tuple(sorted(tuple(sorted(each.shape)) for each in own_tensors(module).values()))
+
+
 def _match_by_neighbours(
     keys: Sequence[Mapping[tuple[Any, ...], list[str]]],
     rest: tuple[Sequence[str], Sequence[str]],
     found: Mapping[str, str],
+    *,
+    equal_counts: bool = False,
 ) -> dict[str, str]:
-    """Return pairs of equal layers of which one side has more, such as new norms.
+    """Return pairs of layers with one key of which one side has more, such as new norms.
 
     Two of them are partners if the layers before and after them are.
+
+    Args:
+        keys: Key -> the layers that have it, of both sides.
+        rest: The layers of both, in the order in which they finish.
+        found: Pairs that are known.
+        equal_counts: Match those too of which both sides have equally many.
     """
     partners = [dict(found), {other: one for one, other in found.items()}]
     around = [_neighbours(names, each) for names, each in zip(rest, partners, strict=True)]
     pairs: dict[str, str] = {}
     for key, ours in keys[0].items():
         theirs = keys[1].get(key, [])
-        if len(ours) == len(theirs):
+        if len(ours) == len(theirs) and not equal_counts:
             continue
         places = _grouped({name: around[1][name] for name in theirs})
         for (before, after), several in _grouped({n: around[0][n] for n in ours}).items():

@@ -77,5 +77,6 @@ def _sides(options: Namespace) -> tuple[Any, Any, None]:
 def _side(given: str) -> Any:
     if Path(given).exists() or ":" not in given:
         return Path(given)
-    subject = load_subject(given)
+    with users_code(f"{given!r}"):
+        subject = load_subject(given)
     return Run(subject.model, subject.data, loss=subject.loss)

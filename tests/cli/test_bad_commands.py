@@ -40,6 +40,9 @@ def many():
 def raises():
     raise ValueError("the factory fails with its own words")
 
+def breaks():
+    raise RuntimeError("the factory fails with its own words")
+
 def fails():
     return nn.Linear(2, 2), torch.ones(3, 9), lambda output: output.sum()
 
@@ -54,6 +57,7 @@ seven = 7
 FACTORIES = [
     "{py}", "{py}:", ":good", "no.py:good", "no_module:good", "{py}:goood", "{py}:model",
     "{py}:seven", "{py}:nothing", "{py}:number", "{py}:words", "{py}:many", "{py}:raises",
+    "{py}:breaks",
     "torch.nn:Lineaar", "{folder}:good", "no module:good", "''", "{text}:good",
 ]  # fmt: skip
 NO_WHOLE = ["x", "1.5", "''", "nan"]

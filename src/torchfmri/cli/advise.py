@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from torchfmri._cost import advise
-from torchfmri._model import load_subject, nearest_names
-from torchfmri.cli.options import Result, add_number, add_subject, add_text, say
+from torchfmri._model import nearest_names
+from torchfmri.cli.options import Result, add_number, add_subject, add_text, say, subject_of
 from torchfmri.exceptions import InspectionError
 
 
@@ -35,7 +35,7 @@ def run(options: Namespace) -> Result:
             raise InspectionError(
                 f"There is no torch.optim.{options.optimizer}. Nearest optimizers: {near}."
             )
-    subject = load_subject(options.subject)
+    subject = subject_of(options.subject)
     found = advise(
         subject.model,
         subject.data,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torchfmri._arguments import check_file
 from torchfmri._compare import SETTINGS, Run, compare, parse_settings, run_with
-from torchfmri._model import CHOICES, FORM, load_subject
-from torchfmri.cli.options import Result, add_several, add_text, say, users_code
+from torchfmri._model import CHOICES, FORM
+from torchfmri.cli.options import Result, add_several, add_text, say, subject_of, users_code
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture
 
@@ -77,6 +77,5 @@ def _sides(options: Namespace) -> tuple[Any, Any, None]:
 def _side(given: str) -> Any:
     if Path(given).exists() or ":" not in given:
         return Path(given)
-    with users_code(f"{given!r}"):
-        subject = load_subject(given)
+    subject = subject_of(given)
     return Run(subject.model, subject.data, loss=subject.loss)

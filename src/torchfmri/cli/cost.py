@@ -9,8 +9,15 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from torchfmri._cost import cost
-from torchfmri._model import load_subject
-from torchfmri.cli.options import Result, add_number, add_several, add_subject, add_switch, say
+from torchfmri.cli.options import (
+    Result,
+    add_number,
+    add_several,
+    add_subject,
+    add_switch,
+    say,
+    subject_of,
+)
 from torchfmri.exceptions import InspectionError
 
 
@@ -34,7 +41,7 @@ def run(options: Namespace) -> Result:
     }
     if options.predict and not sizes:
         raise InspectionError("--predict needs sizes to start from: --batch 1,2,4 or --length ...")
-    subject = load_subject(options.subject)
+    subject = subject_of(options.subject)
     say("cost", f"running {type(subject.model).__name__}")
     rounds = options.rounds
     found = cost(subject.model, subject.data, subject.loss, sizes=sizes or None, rounds=rounds)

@@ -39,7 +39,7 @@ def run(options: Namespace) -> Result:
         check_picture("--plot", check_file("--plot", options.plot))  # before the model trains
     say("diagnose", options.subject)
     is_script = options.subject.endswith(".py")
-    parts = {} if is_script else _parts(find_factory(options.subject)(), options.subject)
+    parts = {} if is_script else _parts(options.subject)
     with users_code("The training"):
         if is_script:
             diagnosis = diagnose_script(Path(options.subject), options.steps)
@@ -50,8 +50,11 @@ def run(options: Namespace) -> Result:
     return diagnosis.to_dict(), diagnosis.text(), 0 if diagnosis.ok else 1
 
 
-def _parts(made: Any, spec: str) -> dict[str, Any]:
+def _parts(spec: str) -> dict[str, Any]:
     """Return what a factory returned, by name."""
+    make = find_factory(spec)
+    with users_code(repr(spec)):
+        made = make()
     if isinstance(made, Mapping):
         unknown = [name for name in made if name not in _PARTS]
         if unknown or "model" not in made:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchfmri._model import CHOICES, FORM
+from torchfmri._model import CHOICES, FORM, Subject, load_subject
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -110,3 +110,9 @@ def users_code(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise InspectionError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def subject_of(spec: str, needs_data: bool = True) -> Subject:
+    """Return what the user's function made, as `load_subject`; an error in it is no finding."""
+    with users_code(repr(spec)):
+        return load_subject(spec, needs_data)

@@ -11,8 +11,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from torchfmri._incidents import replay
-from torchfmri._model import FORM, load_subject
-from torchfmri.cli.options import Result, add_number, add_text, say, users_code
+from torchfmri._model import FORM
+from torchfmri.cli.options import Result, add_number, add_text, say, subject_of, users_code
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> Result:
     """Run the step again, and return the result as data, as text, and as an exit code."""
-    subject = load_subject(options.factory, needs_data=False) if options.factory else None
+    subject = subject_of(options.factory, needs_data=False) if options.factory else None
     if subject is not None:
         say("replay", f"{type(subject.model).__name__} of {options.factory}")
     with users_code("The model"):

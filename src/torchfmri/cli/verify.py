@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from torchfmri._model import load_subject
 from torchfmri._verify import verify_gradients
 from torchfmri.cli.options import (
     Result,
@@ -17,6 +16,7 @@ from torchfmri.cli.options import (
     add_subject,
     add_switch,
     say,
+    subject_of,
     users_code,
 )
 
@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> Result:
     """Verify, and return the result as data, as text, and as an exit code."""
-    subject = load_subject(options.subject)
+    subject = subject_of(options.subject)
     say("verify", f"{type(subject.model).__name__} of {options.subject}")
     with users_code("The model"):
         verification = verify_gradients(

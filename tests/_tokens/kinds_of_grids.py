@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from attribution import Places
 from kinds_of_models import B, H, Ids, Kind, free, kind, linear
-from kinds_of_walks import KINDS
+from kinds_of_short_walks import KINDS
 from torch import Tensor, nn
 
 __all__ = ["KINDS"]  # those of the other files, and these

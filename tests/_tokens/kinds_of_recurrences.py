@@ -433,7 +433,7 @@ class Others(Kind):
         if how == "learned":
             self.start = free(H)
         if how in ("unbound back", "halves", "clockwork", "pair", "tree", "token shift"):
-            self.refused = ("w.weight", "w.bias", "u.weight", "u.bias")
+            self.refused = tuple(f"{e}.{key}" for e in "wuv" for key in ("weight", "bias"))
         if how == "matrix":
             self.v = linear()
 

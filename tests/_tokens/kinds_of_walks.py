@@ -274,7 +274,7 @@ class RowsWritten(Kind):
         self.has_layer = has_layer or how == "layer"
         if self.has_layer:
             self.w = linear()
-            self.refused = ("w.weight", "w.bias")
+            self.refused = ("w.weight", "w.bias", "head.weight", "head.bias")
         if how in ("three", "list", "between"):
             self.refused = ("head.weight", "head.bias")
 

@@ -299,7 +299,7 @@ class Tracing:
         steps = {record.watched.layer for record, _, use, _ in self._outputs if use is not None}
         steps &= self._constants
         for record, origins, use, shape in self._outputs:
-            placed = origins
+            placed = self.trace.recurrences.settled(origins)
             use = use or origins.use_of(record.watched.parameters.values())  # it has landed since
             if use is not None and use.is_moved:
                 placed = origins.placed(use)

@@ -102,7 +102,7 @@ class Joins:
 
     def _join_alike(self, one: Origins, other: Origins, first: Tensor, chain: Chain) -> Origins:
         """Join operands whose entries have the same first token."""
-        self.steps.begin(one, other)
+        has_begun = self.steps.begin(one, other)
         self.steps.meet_own(one, other)
         keeps = one if one.second is not None else other
         second, decided, raw = keeps.second, keeps.is_decided, keeps.is_raw
@@ -124,6 +124,7 @@ class Joins:
             is_raw=raw,
             is_dynamic=dynamic,
             reason=reason,
+            has_begun=has_begun,
             chain=chain,
         )
 

@@ -104,6 +104,7 @@ class TokenRules(OperatorCall):
         found = self.joins.join(several, shape, self.name)
         if found is not None and self.name != "copy" and self._has_constants(shape):
             found = found.but(has_begun=True)
+            self.steps.meet_constants(found)
         return found
 
     def _has_constants(self, rows: torch.Size) -> bool:

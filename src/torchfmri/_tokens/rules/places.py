@@ -37,9 +37,12 @@ def put_beside(
             found.append(None)
             continue
         lost = at in lost_rows
-        lost |= (each.pair is not None and not each.pair.is_step) or steps.walks.is_second(
-            each.walk
-        )
+        if lost:
+            steps.lose(each)
+        if each.pair is not None and not each.pair.is_step:
+            lost = True  # and the next step may take it from there
+            each.pair.is_followed |= each.pair.leaves is not None
+        lost |= steps.walks.is_second(each.walk)
         if len(each.seen) > 1 and not lost and steps.is_step(each):
             row = rows_of(each.first)[0]
             place, whole = sum(lengths[:at]), sum(lengths)
@@ -95,6 +98,8 @@ def written(value: Origins, whole: Tensor, old: Tensor, new: Tensor, sources: So
     if value.reason in PRODUCTS and bool(sources.is_sample(compact(value.first)).all()):
         tokens = compact(whole)
         is_beside = bool(((tokens >= 0) & ~sources.is_sample(tokens)).any())
+        for each in (each for uses in value.chain.values() for each in uses if is_beside):
+            each.is_lost = True
         return torch.where(new >= 0, SEVERAL, new) if is_beside else new
     differs = (old != new) & (old >= 0) & (new >= 0)
     if len(value.seen) < 2 or not bool(differs.any()):

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
+from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.second_walks import SecondWalks
 from torchfmri._tokens.rules.sources import Sources, TokenSource
-from torchfmri._tokens.rules.step_uses import Chain, StepUse, TwoPositions
+from torchfmri._tokens.rules.step_rows import moved, row_of, uses_before_a_step
+from torchfmri._tokens.rules.step_uses import REASON, Chain, StepUse, TwoPositions
 
 
 class Recurrences:
@@ -33,6 +35,7 @@ class Recurrences:
     Attributes:
         uses: By parameter, in order.
         walks: The positions that states have met again.
+        pairs: Two positions without any step before, by the token of the newer one.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -40,6 +43,7 @@ class Recurrences:
         self._all: list[StepUse] = []
         self.walks = SecondWalks()
         self.uses: dict[str, list[StepUse]] = {}
+        self.pairs: dict[int, TwoPositions] = {}
 
     def add(self, use: StepUse, chain: Chain) -> None:
         """Note a use of parameters; `chain` holds those that led to it."""
@@ -124,6 +128,8 @@ class Recurrences:
         """Find out where each use belongs."""
         for each in self._all:
             each.is_lost |= self.walks.is_second(each.walk)
+            pair = each.joined
+            each.is_lost |= pair is not None and pair.is_followed and not pair.is_step
         connected, is_open = self._connected(), []
         roles: dict[str, set[bool | None]] = {}
         for several in connected:
@@ -145,15 +151,24 @@ class Recurrences:
             self._decide(each, {role for leaf in each.leaves for role in roles.get(leaf, ())})
         for several in connected:
             _place(several)
-        for several in self.uses.values():
-            _check_start(several)
+        self._check_pairs()
         for each in self._all:
             _check_order(each)
-            # What is made of a refused step may be another one, and not of the whole sample.
-            is_sample = bool(self._sources.is_sample(rows_of(each.own)[0]))
-            if is_sample and any(_is_refused(earlier) for earlier in each.past):
+            # What is made of a refused step may be at another one.
+            if any(map(_is_lost_step, each.past)):
                 each.place = torch.full_like(each.own, SEVERAL)
+        for several in self.uses.values():
+            _check_start(several)
         self._check_turns()
+
+    def settled(self, origins: Origins) -> Origins:
+        """The origins of a sequence; of none, where it was put together of refused steps."""
+        steps = (*origins.history.values(), *origins.ended.values())
+        uses = (each for step in steps for several in step.chain.values() for each in several)
+        if not any(_is_lost_step(each) and not _is_role_open(each) for each in uses):
+            return origins
+        first = torch.full_like(origins.first, SEVERAL)
+        return origins.but(first=first, second=None, is_decided=True, is_raw=False, reason=REASON)
 
     def _check_turns(self) -> None:
         """Refuse layers that follow each other in one order in some steps, in the other in others.
@@ -174,6 +189,15 @@ class Recurrences:
                     if each.is_on_state:
                         each.place = torch.full_like(each.own, SEVERAL)
 
+    def _check_pairs(self) -> None:
+        """Refuse what was used on one of two positions in all, of which nothing tells the order."""
+        opened = [torch.tensor([row]) for row, pair in self.pairs.items() if pair.is_open]
+        sources = [self._source(row) for row in opened]
+        for each in self._all if sources else ():
+            is_alone = not (each.is_new or each.before or each.after)
+            if is_alone and self._source(rows_of(each.own)[:1]) in sources:
+                each.place = torch.full_like(each.own, SEVERAL)
+
     def _is_open(self, use: StepUse) -> bool:
         """Whether a step takes in a use that is not repeated: nothing tells whose it is."""
         if use.joined is not None and use.joined.is_open:
@@ -189,14 +213,32 @@ class Recurrences:
         """
         is_pair = use.joined is not None and use.joined.is_open
         if roles and not is_pair:
-            use.is_on_state = next(iter(roles)) if len(roles) == 1 else None
-        elif is_pair or not use.is_fresh or any(each.has_begun for each in use.past):
+            is_told = len(roles) == 1 and not use.before
+            use.is_on_state = next(iter(roles)) if is_told else None
+        elif is_pair or not self._makes_state(use):
             waiting = [use]
             while waiting:
                 each = waiting.pop()
                 if each.is_on_state is False and self._is_open(each):
                     each.is_on_state = None
                     waiting += each.past
+
+    def _makes_state(self, use: StepUse) -> bool:
+        """Whether a layer on the first position makes the state that the steps begin with.
+
+        So it is if nothing else was used on another row before it, and the steps have layers of
+        their own, which are repeated or begin with constants.
+        """
+        row = rows_of(use.own)[0]
+        if not use.is_fresh or any(
+            each.has_begun or bool(rows_of(each.own)[0] != row) for each in use.past
+        ):
+            return False
+        others = [each for each in self._all if each.leaves != use.leaves]
+        return any(
+            each.follows_step or (each.is_first and bool(rows_of(each.own)[0] == row))
+            for each in others
+        )
 
     def _connected(self) -> list[list[StepUse]]:
         """The uses that lead to each other, in order."""
@@ -256,10 +298,10 @@ def _follows(one: StepUse, other: StepUse) -> bool:
 
 def _place(several: Sequence[StepUse]) -> None:
     """Place uses: those on a state at the step that takes it in."""
-    count = _uses_before_a_step(several)
+    count = uses_before_a_step(several)
     is_lost = count is None or any(each.is_again and each.is_direct for each in several)
     for each in several:
-        last = _row_of(each, count or 1)[-1]
+        last = row_of(each, count or 1)[-1]
         is_moved = bool(count) and last.shift is not None and not last.is_direct
         is_moved = is_moved and not (each.is_fixed or each.is_first)
         is_told = each.is_on_state is not None and not (is_moved and each.is_met)
@@ -267,7 +309,7 @@ def _place(several: Sequence[StepUse]) -> None:
         if is_lost or each.is_lost or not is_told:
             each.place = torch.full_like(each.own, SEVERAL)
         else:
-            each.place = _moved(each, last) if is_moved else each.own
+            each.place = moved(each, last) if is_moved else each.own
 
 
 def _check_start(several: Sequence[StepUse]) -> None:
@@ -287,6 +329,16 @@ def _is_refused(use: StepUse) -> bool:
     return use.place is not None and bool((compact(use.place) == SEVERAL).any())
 
 
+def _is_lost_step(use: StepUse) -> bool:
+    """Whether what is made of a use may be at any step; a first state is before all of them."""
+    return _is_refused(use) and not use.is_start
+
+
+def _is_role_open(use: StepUse) -> bool:
+    """Whether a step is known, but not whether a use belongs before or after it."""
+    return use.is_on_state is None and not use.is_lost and (use.pair is None or use.pair.is_step)
+
+
 def _check_order(use: StepUse) -> None:
     """Refuse a use that is placed before another one that led to it.
 
@@ -299,61 +351,3 @@ def _check_order(use: StepUse) -> None:
         if is_same and not _is_refused(earlier) and earlier.is_moved and not use.is_moved:
             for each in (earlier, use):
                 each.place = torch.full_like(each.own, SEVERAL)
-
-
-def _uses_before_a_step(several: Sequence[StepUse]) -> int | None:
-    """How many uses of a row that a step takes in belong to that step, w(w(h)) + x[:, t].
-
-    Between two steps stand the uses after the one, as many as after the last step, and those before
-    the other. None if rows differ, so that nothing tells how many these are.
-    """
-    between, after, first = set[int](), set[int](), set[int]()
-    has_begun = any(each.begins for each in several)
-    for each in several:
-        if each.is_fixed or (each.before and not each.follows_step):
-            continue
-        row = _row_of(each)
-        if row[-1].shift is None or row[-1].is_fixed:
-            after.add(len(row))
-        elif each.follows_step:
-            between.add(len(row))
-        else:  # the state to begin with may have been made by one more
-            first.add(len(row) - each.begins)
-    is_on_state = any(each.is_on_state for each in several)
-    if max(between | after | first, default=1) == 1:
-        return int(is_on_state)
-    if not (between or has_begun):
-        return None if is_on_state else 0
-    if len(between) > 1 or len(after) > 1:
-        return None
-    before = max(between or first, default=0) - max(after, default=0)
-    return before if before >= 0 else None
-
-
-def _row_of(use: StepUse, most: int | None = None) -> list[StepUse]:
-    """The uses that follow each other without a step, from this one on, `most` of them."""
-    row = [use]
-    while row[-1].is_direct and (most is None or len(row) < most):
-        following = next((each for each in row[-1].after if not each.follows_step), None)
-        if following is None:
-            break
-        row.append(following)
-    return row
-
-
-def _moved(use: StepUse, last: StepUse) -> Tensor:
-    """The tokens of a use at the step that takes in the last one of its row."""
-    shift = torch.zeros(1, dtype=torch.int64, device=use.own.device)
-    seen: list[StepUse] = []
-    following: StepUse | None = last
-    while following is not None and following.shift is not None and following not in seen:
-        seen.append(following)
-        shift = shift + following.shift
-        following = next((each for each in following.through if each.is_on_state), None)
-    if bool((shift == shift[0]).all()):  # the rows may have another shape since
-        shift = shift[:1]
-    own = use.own
-    if len(shift) not in (1, own.shape[0] if own.ndim else 1):
-        return torch.full_like(own, SEVERAL)
-    shift = shift.view(-1, *[1] * (own.ndim - 1)) if own.ndim else shift[0]
-    return torch.where(own >= 0, own + shift, own)

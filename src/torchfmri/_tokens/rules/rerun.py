@@ -214,7 +214,7 @@ class OwnerCall:
         own = self.source_of(origins)
         if own is source:
             return self.sources.local(own, origins.first)
-        if source.grid[1] == 1 and own.grid[0] == source.grid[0]:  # whole samples
+        if source.grid[1] == own.grid[1] == 1 and own.grid[0] == source.grid[0]:  # whole samples
             return self.sources.sample_of(origins.first)
         raise NotUnderstoodError("what it returns is not at the positions of its input")
 

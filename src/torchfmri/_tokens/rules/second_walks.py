@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 
@@ -19,12 +20,20 @@ class SecondWalk:
             like. None where nothing tells that state from the row of its position.
         is_row: The state before was the row of its position.
         met: Those that it has met again.
+        again: How often it has met the one before again.
     """
 
     position: int
     before: int | None = None
     is_row: bool = True
     met: frozenset[int] = frozenset()
+    again: int = 0
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """The position of the state, and how far away the one before is."""
+        before = self.position if self.before is None else self.before
+        return self.position, before - self.position
 
 
 class SecondWalks:
@@ -32,6 +41,20 @@ class SecondWalks:
 
     def __init__(self) -> None:
         self._all: dict[int, list[SecondWalk]] = {}
+        self._steps: set[tuple[int, int]] = set()
+        self._again: Counter[tuple[int, int]] = Counter()
+        self._begun: set[int] = set()
+
+    def first(self, state: int, position: int | None, is_row: bool) -> SecondWalk:
+        """Note that a position, `state`, takes in another one for the first time."""
+        walk = SecondWalk(state, position, is_row)
+        if position is not None:
+            self._steps.add(walk.step)
+        return walk
+
+    def begin(self, state: int) -> None:
+        """Note that a state meets constants, such as the first cell state of an LSTM."""
+        self._begun.add(state)
 
     def meet(
         self, walk: SecondWalk | None, state: int, position: int, is_row: bool = True
@@ -46,6 +69,9 @@ class SecondWalks:
         """
         if walk is None or walk.position != state:
             walk = SecondWalk(state)
+        if position == walk.before:
+            walk = replace(walk, again=walk.again + 1)
+            self._again[walk.step] = max(self._again[walk.step], walk.again)
         if position == walk.before and (walk.is_row or not is_row):
             return walk
         walk = replace(walk, met=walk.met | {position})  # what was made before has not met it
@@ -56,9 +82,9 @@ class SecondWalks:
         """The positions that either of two parts of a state has met again."""
         if one is None or other is None or one.position != other.position:
             return one or other
-        if other.met <= one.met:
+        if other.met <= one.met and other.again <= one.again:
             return one
-        united = replace(one, met=one.met | other.met)
+        united = replace(one, met=one.met | other.met, again=max(one.again, other.again))
         self._all.setdefault(one.position, []).append(united)
         return united
 
@@ -67,7 +93,11 @@ class SecondWalks:
 
         Steps of one walk read alike: the same positions, or positions as far away, or all of them.
         """
-        if walk is None or not walk.met:
+        if walk is None:
+            return False
+        if walk.again and self._is_alone(walk):
+            return True
+        if not walk.met:
             return False
         met = walk.met
         near = {each - walk.position for each in met}
@@ -77,3 +107,15 @@ class SecondWalks:
             or (len(met) > 1 and met <= {*other.met, at})
             for at, several in self._all.items() if at != walk.position for other in several
         )  # fmt: skip
+
+    def _is_alone(self, walk: SecondWalk) -> bool:
+        """Whether no other step has read the one before as often; the last one need not.
+
+        Nor need a first one that has met constants in its place.
+        """
+        shift = walk.step[1]
+        others = {
+            (at, far) for at, far in self._steps - {walk.step}
+            if far == shift and at not in self._begun and (at - shift, far) in self._steps
+        }  # fmt: skip
+        return bool(others) and all(self._again[each] < walk.again for each in others)

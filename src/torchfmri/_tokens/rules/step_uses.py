@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,11 +26,21 @@ class TwoPositions:
         shift: How far apart they are.
         is_step: This was the beginning of a recurrence.
         is_all: There are no other positions, so this may be a whole recurrence.
+        leaves: If both were selected at once, the parameters that were used on the newer one: the
+            positions that follow have to go through the same ones.
+        is_followed: A third position was taken in, or may be.
     """
 
     shift: int
     is_step: bool = False
     is_all: bool = False
+    leaves: frozenset[str] | None = None
+    is_followed: bool = False
+
+    def go_on(self, shift: int, leaves: Set[str]) -> None:
+        """Note a third position, that far away, and the parameters that were used on it."""
+        self.is_followed = True
+        self.is_step |= shift == self.shift and self.leaves in (None, leaves)
 
     @property
     def is_open(self) -> bool:

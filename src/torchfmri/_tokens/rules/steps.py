@@ -19,7 +19,6 @@ from torchfmri._tokens.rules.numbers import (
 )
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.recurrences import Recurrences
-from torchfmri._tokens.rules.second_walks import SecondWalk
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.step_uses import TwoPositions, united, without_fixed
 
@@ -80,20 +79,22 @@ class Steps:
         is_fresh = len(seen) == 1
         pair = None
         if is_fresh and len(self._seen(older)) == 1:
-            pair = self._pair(rows, shift, older)
+            pair = self._pair(rows, shift, older, newer)
         elif older.pair is not None and newer.pair is None:
-            older.pair.is_step |= int(shift[0]) == older.pair.shift
+            older.pair.go_on(int(shift[0]), newer.chain.keys())
         self._recurrences.step(newer.chain, older.chain, rows, shift, is_fresh, pair=pair)
         walk, before = newer.walk, int(rows_of(older.first)[0])
         if self._seen(older) < seen:
             walk = self.walks.meet(walk, int(rows[0]), before, is_row=not _is_state(older))
             for each in (each for uses in newer.chain.values() for each in uses):
                 each.is_again |= each.shift is None
+                if each.shift is None and not each.is_fixed:
+                    each.walk = walk  # this may be the step that takes it in
         elif walk is None:
             sources = self.sources.present(rows[:1])
             is_told = _has_begun(older) or all(each.grid[1] > 2 for each in sources)
             is_row = not _is_state(older)
-            walk = SecondWalk(int(rows[0]), before if is_told else None, is_row=is_row)
+            walk = self.walks.first(int(rows[0]), before if is_told else None, is_row)
         chain = united(newer.chain, without_fixed(older.chain))
         return newer.but(seen=seen | self._seen(older), pair=pair, walk=walk, chain=chain)
 
@@ -118,17 +119,25 @@ class Steps:
                 return True
         return False
 
-    def _pair(self, rows: Tensor, shift: Tensor, older: Origins) -> TwoPositions:
-        """Two positions, of which one is new; steps for sure where a state came first."""
+    def _pair(self, rows: Tensor, shift: Tensor, older: Origins, newer: Origins) -> TwoPositions:
+        """Two positions, of which one is new; steps for sure where a state came first.
+
+        Where there are no other positions, that state has to be the one selected first as well.
+        """
         key = int(rows[0]), int(shift[0])
         pair = self._pairs.setdefault(key, TwoPositions(key[1]))
         sources = self.sources.present(rows[:1])
         others = self.sources.present(rows_of(older.first)[:1])
-        if not sources or sources != others or _has_begun(older):
+        grid = sources[0].grid if sources else ()
+        is_all = 2 in grid if older.is_sample else grid[1:] == (2,)
+        has_begun = _has_begun(older) and not (is_all and older.born > newer.born)
+        if not sources or sources != others or has_begun:
             pair.is_step = True
         else:
-            grid = sources[0].grid
-            pair.is_all = 2 in grid if older.is_sample else grid[1] == 2
+            pair.is_all = is_all
+            if older.born == newer.born:
+                pair.leaves = frozenset(newer.chain)
+            self._recurrences.pairs[key[0]] = pair
         return pair
 
     def _newer(self, one: Origins, other: Origins) -> Origins | None:
@@ -153,6 +162,10 @@ class Steps:
             return one if one.born > other.born else other
         return one if ours > theirs else other
 
+    def lose(self, state: Origins) -> None:
+        """Note that nothing tells whose the steps are that led to a state."""
+        self._recurrences.lose(state.chain)
+
     def spread(self, state: Origins) -> None:
         """Note that a state is added to several positions."""
         self._recurrences.spread(state.chain)
@@ -166,8 +179,14 @@ class Steps:
                 for each in (each for uses in new.chain.values() for each in uses):
                     each.is_fixed |= each.shift is None
 
-    def begin(self, one: Origins, other: Origins) -> None:
+    def meet_constants(self, state: Origins) -> None:
+        """Note that a state meets constants."""
+        if len(state.seen) > 1:
+            self.walks.begin(int(rows_of(state.first)[0]))
+
+    def begin(self, one: Origins, other: Origins) -> bool:
         """Note the first step of a recurrence whose state was made of the whole sample."""
+        begins = False
         for state, new in ((one, other), (other, one)):
             if state.chain and self.is_position(state) and self.is_position(new):
                 small = compact(state.first)
@@ -177,6 +196,8 @@ class Steps:
                     shift = rows - rows_of(state.first)
                     is_fresh = len(self._seen(new)) == 1
                     self._recurrences.step(new.chain, state.chain, rows, shift, is_fresh)
+                    begins = True
+        return begins
 
     def side_by_side(self, several: Sequence[Origins], shape: torch.Size) -> Origins | None:
         """Rows of positions as the features of one row; None for a summary of the sample.

@@ -365,6 +365,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             pair=found.pair,
             walk=found.walk,
         )
+        if use.is_first:
+            self.steps.meet_constants(found)
         self.recurrences.add(use, found.chain)
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}

@@ -164,8 +164,11 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
     def place_uses(self) -> None:
         """Give uses that are steps of a recurrence the tokens at which these were placed."""
         for use in self.uses:
-            step = None if use.origins is None else use.origins.use
-            if use.origins is not None and step is not None and step.is_moved:
+            if use.origins is None:
+                continue
+            step = use.origins.use
+            use.origins = self.recurrences.settled(use.origins)
+            if step is not None and step.is_moved:
                 use.origins = use.origins.placed(step)
 
     # -- one operation -----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torchfmri._compare.side import Side
 
 def explain(
     pair: Pair, origin: Origin, matching: Matching, one: Side, two: Side
-) -> tuple[Kind, ...]:  # fmt: skip
+) -> tuple[Kind, ...]:
     """Return the kinds of the first difference, the surest first.
 
     Args:

@@ -73,16 +73,7 @@ def compare_histories(
                 f"{name} has no steps: nothing was watched yet, or TORCHFMRI=off. Give a run that "
                 "has trained."
             )
-    resumed: list[str] = []
-    for name, whole, part in (("b", a, b), ("a", b, a)):
-        if by := _resumed_at(whole[0], part[0]):
-            resumed.append(
-                f"{name} begins with the parameters that the other run has at step {by}: it was "
-                "resumed there, and its steps are counted from there"
-            )
-            shifted = [each.renumbered(by) for each in part]
-            a, b = (a, shifted) if name == "b" else (shifted, b)
-            break
+    a, b, resumed = _counted_alike(a, b)
     common = _common([*a, *b])
     one, two = ([_table(each, common) for each in side] for side in (a, b))
     kinds = [each.what for each in common.series]
@@ -94,9 +85,8 @@ def compare_histories(
     if tolerance is not None:
         least = allowed = np.full(gaps.shape, tolerance)
     first = _first(pair, allowed, common.steps, exact=tolerance is not None)
-    if (
-        first is not None and tolerance is None
-    ):  # what comes later is no drift: it is measured by what was before
+    if first is not None and tolerance is None:
+        # Later differences follow from the first one. They are measured by what came before it.
         row = common.steps.index(first.step)
         allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
@@ -113,6 +103,21 @@ def compare_histories(
             *_notes(a, b, common, measured=tolerance is not None),
         ],
     )
+
+
+def _counted_alike(
+    a: Sequence[History], b: Sequence[History]
+) -> tuple[Sequence[History], Sequence[History], list[str]]:
+    """Return both sides with the steps of a resumed run counted on, and a note if there is one."""
+    for name, whole, part in (("b", a, b), ("a", b, a)):
+        if by := _resumed_at(whole[0], part[0]):
+            note = (
+                f"{name} begins with the parameters that the other run has at step {by}: it was "
+                "resumed there, and its steps are counted from there"
+            )
+            shifted = [each.renumbered(by) for each in part]
+            return *((a, shifted) if name == "b" else (shifted, b)), [note]
+    return a, b, []
 
 
 def _resumed_at(whole: History, part: History) -> int:

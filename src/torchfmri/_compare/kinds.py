@@ -33,9 +33,13 @@ _MOST_NOISE = 0.5
 
 
 def kinds_of(
-    a: RecordedRows, b: RecordedRows, threshold: float, *, same_dtype: bool = True,
+    a: RecordedRows,
+    b: RecordedRows,
+    threshold: float,
+    *,
+    same_dtype: bool = True,
     unit: float = 0.0,
-) -> list[Kind]:  # fmt: skip
+) -> list[Kind]:
     """Return the simplest kinds of difference that explain the values; empty if none does.
 
     Args:
@@ -58,8 +62,12 @@ def kinds_of(
     found = _position_kinds(a, gaps > threshold)
     differing = gaps > threshold
     tests: tuple[Callable[[Tensor, Tensor, float], Kind | None], ...] = (
-        _factor, _permutation, _shift, _factor_per_unit, _factor_per_token,
-    )  # fmt: skip
+        _factor,
+        _permutation,
+        _shift,
+        _factor_per_unit,
+        _factor_per_token,
+    )
     shifted = _shifted_positions(a, b, threshold)
     if shifted is not None:
         return [shifted]

@@ -83,14 +83,20 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
             "Give names={layer of a: layer of b}."
         )
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
-    for name, other, side, rest in (("a", "b", a, rest_a), ("b", "a", b, rest_b)):
-        if rest and side.inspection.model == EXPORTED_MODEL:
-            known = listed(layers_b if side is a else layers_a)
-            raise InspectionError(
-                f"{name} holds the hidden states of {listed(rest)}, and {other} has no such layer, "
-                f"only {known}. Check layers= of import_hidden_states."
-            )
+    _check_exported("a", "b", a, rest_a, layers_b)
+    _check_exported("b", "a", b, rest_b, layers_a)
     return Matching(pairs, tuple(rest_a), tuple(rest_b), "; ".join(doubts))
+
+
+def _check_exported(
+    name: str, other: str, side: Recording, rest: Sequence[str], known: Sequence[str]
+) -> None:
+    """Raise if a side holds exported hidden states of layers that the other side does not have."""
+    if rest and side.inspection.model == EXPORTED_MODEL:
+        raise InspectionError(
+            f"{name} holds the hidden states of {listed(rest)}, and {other} has no such layer, "
+            f"only {listed(known)}. Check layers= of import_hidden_states."
+        )
 
 
 def missing_layers(

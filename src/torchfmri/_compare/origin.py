@@ -233,9 +233,7 @@ class _Given:
         for several in _matched(self.at(layer, pair)):
             tables = self.tables(several)
             if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
-                rows = [
-                    self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)
-                ]  # fmt: skip
+                rows = [self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)]
                 unit = max(torch.finfo(several[at].dtype).eps / 2 for at in (0, 2))
                 yield from kinds_of(rows[0], rows[1], pair.threshold, unit=unit)
                 return

@@ -327,11 +327,7 @@ def _pair(
         # A scan has NaN where a gradient was not measured.
         measured = not a.recording.reduced or direction == FORWARD
         if measured and not apart.isfinite().all():
-            both = [
-                bool((is_(one.values) & is_(two.values)).any())
-                for is_ in (Tensor.isnan, Tensor.isinf)
-            ]
-            nonfinite = "NaN" if both[0] else "infinite" if both[1] else ""
+            nonfinite = _nonfinite_in_both(one.values, two.values)
         if tolerance is None and not turned:
             repetition = repetition_of(a, b, place, partner, gaps)
             if gaps.max(initial=0.0) <= threshold:
@@ -341,6 +337,13 @@ def _pair(
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
         repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
     )  # fmt: skip
+
+
+def _nonfinite_in_both(one: Tensor, two: Tensor) -> str:
+    """Return "NaN" or "infinite" if both sides have such a value at the same place, else ""."""
+    if bool((one.isnan() & two.isnan()).any()):
+        return "NaN"
+    return "infinite" if bool((one.isinf() & two.isinf()).any()) else ""
 
 
 def _threshold(

@@ -27,8 +27,10 @@ def match_by_weights(
         rest: The layers of both that have no partner yet, in the order in which they finish.
         known: Pairs that are known already.
     """
-    keys = [_grouped({n: _fingerprint(side[n]) for n in names if n in side})
-            for side, names in zip((a, b), rest, strict=True)]  # fmt: skip
+    keys = [
+        _grouped({n: _fingerprint(side[n]) for n in names if n in side})
+        for side, names in zip((a, b), rest, strict=True)
+    ]
     found: dict[str, str] = {}
     for key, ours in keys[0].items():
         theirs = keys[1].get(key, [])
@@ -65,8 +67,10 @@ def match_by_place(
         known: Pairs that are known.
     """
     taken = (set(known), set(known.values()))
-    keys = [_grouped({n: _parameter_shapes(side[n]) for n in names if n in side and n not in own})
-            for side, names, own in zip((a, b), layers, taken, strict=True)]  # fmt: skip
+    keys = [
+        _grouped({n: _parameter_shapes(side[n]) for n in names if n in side and n not in own})
+        for side, names, own in zip((a, b), layers, taken, strict=True)
+    ]
     return _match_by_neighbours(keys, layers, known, equal_counts=True)
 
 

@@ -19,10 +19,12 @@ _CURVES = (
     Metric("surprisal", "Surprisal", "How unexpected the token was.", "nats"),
     Metric("entropy", "Entropy", "How undecided the model was before it.", "nats"),
     Metric(
-        "gradient_norm", "Gradient norm", "Norm of this token's gradient, all layers together.",
+        "gradient_norm",
+        "Gradient norm",
+        "Norm of this token's gradient, all layers together.",
         "norm of dL/d parameters",
     ),
-)  # fmt: skip
+)
 CURVES = {each.name: each for each in _CURVES}
 
 

@@ -105,8 +105,10 @@ class SecondWalks:
             met <= other.met
             or near <= {each - at for each in other.met}
             or (len(met) > 1 and met <= {*other.met, at})
-            for at, several in self._all.items() if at != walk.position for other in several
-        )  # fmt: skip
+            for at, several in self._all.items()
+            if at != walk.position
+            for other in several
+        )
 
     def _is_alone(self, walk: SecondWalk) -> bool:
         """Whether no other step has read the one before as often; the last one need not.
@@ -115,7 +117,8 @@ class SecondWalks:
         """
         shift = walk.step[1]
         others = {
-            (at, far) for at, far in self._steps - {walk.step}
+            (at, far)
+            for at, far in self._steps - {walk.step}
             if far == shift and at not in self._begun and (at - shift, far) in self._steps
-        }  # fmt: skip
+        }
         return bool(others) and all(self._again[each] < walk.again for each in others)

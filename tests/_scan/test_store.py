@@ -476,7 +476,7 @@ def test_versions_and_dates_may_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "\ud800"}, "no Unicode"),
+        ({"name": "\ud800"}, "not Unicode"),
         ({"checks": {"x": object()}}, "cannot be kept"),
         ({"checks": {1: 2}}, "Use strings"),
         ({"padding": -1}, "'padding' is not a count"),

@@ -88,7 +88,7 @@ def _pack_fields(sequence: ScannedSequence) -> dict[str, tuple[str, NDArray[Any]
         text = to_json(plain(sequence.fields, where)).encode()
     except UnicodeEncodeError as error:
         raise InspectionError(
-            f"{where} have a text that is no Unicode ({error.object[error.start]!r}): they cannot "
+            f"{where} have a text that is not Unicode ({error.object[error.start]!r}): they cannot "
             "be kept. Correct the row."
         ) from error
     return {

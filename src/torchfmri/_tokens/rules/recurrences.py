@@ -191,7 +191,9 @@ class Recurrences:
 
     def _check_pairs(self) -> None:
         """Refuse what was used on one of two positions in all, of which nothing tells the order."""
-        opened = [torch.tensor([row]) for row, pair in self.pairs.items() if pair.is_open]
+        opened = [
+            torch.tensor([row], device="cpu") for row, pair in self.pairs.items() if pair.is_open
+        ]
         sources = [self._source(row) for row in opened]
         for each in self._all if sources else ():
             is_alone = not (each.is_new or each.before or each.after)

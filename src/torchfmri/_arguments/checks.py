@@ -71,7 +71,9 @@ def check_callable(name: str, value: Any, meaning: str) -> None:
 
 def check_module(name: str, value: Any) -> None:
     """Raise if an argument is not a model."""
-    meaning = "give a model: an nn.Module, not its class"
+    meaning = f"give a model: an nn.Module, not {type(value).__name__}"
+    if isinstance(value, type):
+        meaning += ": its instance, not its class"
     require(isinstance(value, nn.Module), name, value, meaning)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from torchfmri._arguments import check_callable, check_number, require
+from torchfmri._arguments import check_callable, check_module, check_number, require
 from torchfmri._checkup.run import Checkup
 from torchfmri._checkup.users_step import OwnStep, check_steps, untouched
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
@@ -89,11 +89,7 @@ def diagnose(
         ...     print(finding.problem)
         probabilities_as_logits
     """
-    if not isinstance(model, nn.Module):
-        raise InspectionError(
-            f"diagnose takes an nn.Module, not {type(model).__name__}. Give the model that you "
-            "train."
-        )
+    check_module("model", model)
     if optimizer is None:
         raise InspectionError(
             "diagnose needs the optimizer that trains the model. Give optimizer=, or a function of "

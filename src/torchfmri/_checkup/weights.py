@@ -98,3 +98,13 @@ def noise_scale(samples: list[Tensor], batch: float) -> float:
 def real(values: Tensor) -> Tensor:
     """Return complex numbers as pairs of real ones."""
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient, which an embedding may have made sparse, without graph."""
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values of a tensor, or of a sparse gradient, are finite."""
+    return bool(torch.isfinite(dense(values)).all())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._contrast.corrections import adjust_bonferroni, adjust_fdr
+from torchfmri._contrast.comparison import TestOptions, threshold
 from torchfmri._contrast.picture import block_number, opacities
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.thresholds import count_sentence, outline_meaning, threshold_title
@@ -346,11 +346,8 @@ def _thresholds(contrast: Contrast) -> list[Contrast]:
         own = control == contrast.height_control
         if own and (control is None or alpha == contrast.alpha):
             continue
-        adjust = adjust_bonferroni if control == "bonferroni" else adjust_fdr
-        q = adjust(contrast.p) if control else contrast.p
-        with np.errstate(invalid="ignore"):
-            survives = q <= alpha if control else np.zeros(q.shape, np.bool_)
-        known = alpha if control else contrast.alpha
+        q, survives = threshold(contrast.p, None, TestOptions(alpha or 0.05, control))
+        known = alpha or contrast.alpha
         found.append(replace(contrast, height_control=control, alpha=known, q=q, survives=survives))
     return found
 

@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from torchfmri._arguments import check_module
 from torchfmri._explain.backward_failures import BACKWARD_FAILURES
 from torchfmri._explain.crash import Crash, SourceLine, describe
 from torchfmri._explain.explanation import Explanation, short_path
@@ -295,8 +296,8 @@ def _hook_fact(crash: Crash) -> tuple[str, ...]:
 
 
 def _check_model(model: nn.Module | None) -> None:
-    if model is not None and not isinstance(model, nn.Module):
-        raise InspectionError(f"model must be an nn.Module or None, not {model!r}.")
+    if model is not None:
+        check_module("model", model)
 
 
 def _add_note(error: BaseException, text: str) -> None:

@@ -290,7 +290,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def test_a_picture_without_matplotlib_is_refused_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: list[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    for name in ["matplotlib.figure", *(n for n in sys.modules if n.startswith("matplotlib"))]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert cli.main(["scan", "--prompt", "x", "--picture", "x.png"]) == 2
     assert "pip install 'torchfmri[plots]'" in capsys.readouterr().err
     assert models == []

@@ -11,13 +11,12 @@ from torchfmri._compare import SETTINGS, Run, compare, parse_settings, run_with
 from torchfmri._model import CHOICES, FORM
 from torchfmri.cli.options import Result, add_several, add_text, say, subject_of, users_code
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import check_picture
 
 _PROMPTS = ("The capital of France is Paris.", "Once upon a time there was a little girl.")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri compare`."""
+    """Add the options of `torchfmri compare`."""
     text = (
         "two of: the folder of a training run, a saved history, inspection or scan, a folder of "
         f"exported hidden states; or {FORM}, which returns (model, data, loss)"
@@ -37,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> Result:
     """Compare, and return the result as data, as text, and as an exit code."""
     if options.picture:
-        check_picture("--picture", check_file("--picture", options.picture))
+        check_file("--picture", options.picture)
     a, b, tokenizer = _sides(options) if options.model is None else _settings(options)
     with users_code("The model"):
         found = compare(a, b, tolerance=options.tolerance, tokenizer=tokenizer)

@@ -28,7 +28,6 @@ from torchfmri.cli.options import (
     say,
 )
 from torchfmri.exceptions import FileFormatError, InspectionError
-from torchfmri.visualization import check_picture
 
 _LIMIT = 64 << 20
 
@@ -66,8 +65,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> Result:
     """Lesion, and return the result as data, as text, and as an exit code."""
     rows = _rows(options)
-    if options.picture is not None:
-        check_picture("--picture", options.picture)
     foils = [each["foil"] for each in rows if "foil" in each]
     if foils and len(foils) < len(rows):
         raise InspectionError(f"{len(foils)} of {len(rows)} prompts have a foil. Give all or none.")

@@ -62,8 +62,8 @@ def diagnose(
     Args:
         model: The model, in the mode in which it is trained.
         batches: A DataLoader or any iterable of batches, taken from the start and again if there
-            are too few: (x, y), (x1, x2, y), a dict of keyword arguments, or a tensor. Of an
-            iterator the batches are used up.
+            are too few: (x, y), (x1, x2, y), a dict of keyword arguments, or a tensor. The
+            batches of an iterator are used up.
         loss: A function of output and target, or of the output alone; None if the model returns
             its loss.
         optimizer: The optimizer, several, or a function of the parameters that makes one.

@@ -156,7 +156,7 @@ class ContrastBoard(Board):
         return len(self._pieces)
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """Return the effect, as far as there is one, and the statistic."""
+        """Return the effect, if there is one, and the statistic."""
         contrast, level = self.contrast, self.contrast.level
         strongest = "" if level == "layer" else f" The strongest {level} of each layer."
         test = f"{contrast.test} over {self._prompts()}"

@@ -30,7 +30,7 @@ class PromptColumns:
         layer: (v,) the layer's name.
         module: (v,) the type of its module.
         kind: (v,) "layer", "units", "head", "expert", "unit" or "feature".
-        start: (v,) its first unit; 0 for a layer. Of a feature, its number.
+        start: (v,) its first unit; the number of a feature; 0 for a layer.
         count: (v,) how many units it has; 0 for a layer.
         label: (v,) the user's text for a feature, "" where there is none; None without features.
     """
@@ -133,7 +133,7 @@ class PromptTable:
 
 
 def blocks(values: NDArray[Any], rows: int = 0) -> Iterator[slice]:
-    """Yield slices of columns, so many that their values take about BLOCK_BYTES as float64.
+    """Yield slices of columns whose values take about BLOCK_BYTES as float64.
 
     Args:
         values: (n, v).

@@ -26,7 +26,8 @@ SMALL_GAIN = 0.2
 _EQUAL = 1e-3  # relative difference of sums that are equal but for rounding
 _APART = 1.1  # ratio from which on the factors of two biases differ
 _SCALED, _SOME = 0.2, 0.1
-"""A GradScaler's scale is 8 or more; so many exact powers of two are not chance."""
+"""A GradScaler's scale is 8 or more, and exact powers of two in more than a tenth of the steps are
+not chance."""
 LEAST_STEPS = 10
 _LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
 """Samples to judge units by: in general, and if not a single unit was ever on."""

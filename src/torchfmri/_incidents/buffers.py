@@ -27,7 +27,7 @@ _Owner: TypeAlias = "dict[str, Tensor | None]"
 
 
 class _KeptBuffer(NamedTuple):
-    """A buffer, where it stands, and a copy of it; none of a large one that nobody writes to."""
+    """A buffer, its place, and a copy of it; None if it is large and nobody has written to it."""
 
     owner: _Owner
     name: str

@@ -61,7 +61,7 @@ class Content:
 def read_content(tensor: Tensor) -> Content | None:
     """Return the non-finite values of `tensor`; None if it has none.
 
-    Waits for the device. Of a sharded tensor this process's shard is read.
+    Waits for the device. Only this process's shard of a sharded tensor is read.
     """
     values = readable(tensor)
     if values is None or bool(torch.isfinite(values).all()):

@@ -98,7 +98,7 @@ class AttentionRecording(AttentionReader):
         self._recorder.failed(max(inside, key=len, default=layer), error, backward=False)
 
     def finish(self) -> None:
-        """Say of which layers no attention was seen, and why."""
+        """Say for which layers no attention was seen, and why."""
         found = {key.layer for key in self._seen}
         for layer in [each for each in self._names if each not in found]:
             self._recorder.missed(layer, "attention", self._reason(layer, found))

@@ -134,7 +134,7 @@ class Inspector:
         """Watch more layers, or more of the same layers; returns the names that matched.
 
         Args:
-            pattern: Which layers, as for `layers`. Of `blocks.3.hook_resid_pre` and other names for
+            pattern: Which layers, as for `layers`. For `blocks.3.hook_resid_pre` and other names of
                 what a layer takes, its inputs and input gradients are watched. Single heads are
                 refused: layers are watched whole.
             what: One or several of inputs, activations, gradients (dL/d output), input_gradients

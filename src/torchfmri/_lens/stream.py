@@ -31,7 +31,7 @@ class Stream:
         states: The stream before the first block and after each, (b, s, w), one more than blocks.
         tail: The outermost layers that ran after the last block, by name, in order.
         inputs: Layer -> the first tensor it was handed, of those that were asked for.
-        outputs: Layer -> the first tensor it returned, likewise.
+        outputs: Layer -> the first tensor it returned, of those that were asked for.
         output: What the model returned.
     """
 

@@ -112,7 +112,7 @@ _KINDS = ("cuda", "xpu", "mps")
 
 
 def _states(kind: str) -> list[Tensor]:
-    """Return the states of the devices of a kind; none if nobody has used one yet."""
+    """Return the states of the devices of a kind; an empty list if none has been used yet."""
     module: Any = getattr(torch, kind, None)
     if kind == "mps":
         return [module.get_rng_state()] if torch.backends.mps.is_available() else []

@@ -156,7 +156,7 @@ def choose_stack(stacks: Sequence[str], wanted: str, name: str) -> str:
 
 
 def fitting_stacks(stacks: Iterable[str], wanted: str) -> list[str]:
-    """Return the lists of blocks whose names have this part; all of them where none is wanted."""
+    """Return the lists of blocks whose names have this part; all lists if no part is given."""
     return [each for each in stacks if not wanted or f".{wanted}." in f".{each}."]
 
 

@@ -248,7 +248,7 @@ def _lines(checks: Sequence[GradientCheck]) -> list[GradientCheck]:
 
 
 def _listed(members: Sequence[GradientCheck]) -> str:
-    """Name what the gradients of one line belong to, as far as there is room."""
+    """Name what the gradients of one line belong to; what has no room becomes an ellipsis."""
     named = list(dict.fromkeys(check.of for check in members if check.order == 1))
     if not named:
         return f"{members[0].of} (second)"

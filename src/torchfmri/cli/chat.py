@@ -87,7 +87,7 @@ class Chat:
     def close(self) -> None:
         """Stop at the next token, and wait until the model is left alone.
 
-        A program must not end while a thread is inside of torch: that would abort it.
+        A program must not end while a thread runs code of torch: that would abort it.
         """
         self._stopping = True
         self._waiting.put(None)

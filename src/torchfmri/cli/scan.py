@@ -333,7 +333,7 @@ def _run_dataset(
 
 @contextmanager
 def _processes() -> Iterator[None]:
-    """Join the other processes of torchrun, where it started this one."""
+    """Join the other processes of torchrun if it started this one."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not several or torch.distributed.is_initialized():
         yield

@@ -26,9 +26,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def add_server_arguments(parser: ArgumentParser) -> None:
     """Add the options of every command that serves a page."""
     group = parser.add_argument_group("the page")
-    group.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
-    group.add_argument("--host", default="127.0.0.1", help="what to bind (default: %(default)s)")
-    group.add_argument("--token", help="what the address starts with (default: random)")
+    group.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port of the page (default: a free one)"
+    )
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    group.add_argument("--token", help="secret in the address of the page (default: random)")
     add_switch(group, "--remote", "let other machines in; nothing is encrypted")
     add_switch(group, "--no-browser", "only print the address")
 

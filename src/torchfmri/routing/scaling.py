@@ -43,7 +43,7 @@ def jensen_shannon(p: Tensor, q: Tensor, over: tuple[int, ...] = UNITS) -> Tenso
 
     Args:
         p: Non-negative, adding up to 1 over the axes `over`.
-        q: The distribution to compare with, likewise.
+        q: The distribution to compare with, of the same shape.
         over: The axes of one distribution.
     """
     tiny = torch.finfo(p.dtype).tiny

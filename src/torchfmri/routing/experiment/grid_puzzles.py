@@ -39,7 +39,7 @@ class Puzzle(NamedTuple):
     """Demonstrations, a question and its answer.
 
     Attributes:
-        task: Whose puzzle it is: the rule of a made one, else the name of its file.
+        task: The rule of a made puzzle, or the name of its file.
         demonstrations: Pairs of grids.
         question: The pair whose output is to be found.
     """

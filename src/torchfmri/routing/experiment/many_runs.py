@@ -113,7 +113,7 @@ class Experiment:
 
 
 class _Shown:
-    """The progress of all runs, as far as the bar shows it."""
+    """The progress of all runs in the parts that the bar shows."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
         self._progress, self._ticks = progress, [0] * runs

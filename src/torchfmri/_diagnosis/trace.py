@@ -168,7 +168,7 @@ class RunTrace:
 
     @property
     def changes(self) -> Floats:
-        """(step, parameter): norm of what the optimizer changed, of all its steps in a step."""
+        """(step, parameter): norm of what the optimizer changed, all its updates in a step together."""
         return self._read_updates()[2]
 
     @property

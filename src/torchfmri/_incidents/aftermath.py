@@ -40,7 +40,7 @@ _SPOILT = " The step has left {} non-finite as well: in evaluation mode the mode
 
 @dataclass(frozen=True)
 class IncidentSubject:
-    """A model whose steps are held, and what is asked about it.
+    """A guarded model, with everything that the guard has to know about it.
 
     Attributes:
         model: The model as it is trained.

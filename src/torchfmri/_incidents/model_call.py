@@ -79,7 +79,7 @@ class ModelCall:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The arguments of the model, those of the loss that are not the model's, the targets."""
+        """The arguments of the model, the further arguments of the loss, and the targets."""
         given = self.loss_arguments or ()
         own = {f"loss argument {i}": each for i, each in enumerate(given)}
         return {

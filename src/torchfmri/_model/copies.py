@@ -104,7 +104,7 @@ def _complete(original: Optimizer, twin: Optimizer, memory: dict[int, Any]) -> N
 
 
 def shared_outside(model: nn.Module) -> list[str]:
-    """Return the parameters whose memory is also that of a tensor which the model does not have."""
+    """Return the parameters that share their memory with a tensor outside the model."""
     names = {id(each): name for name, each in model.named_parameters()}
     values = [value for module in model.modules() for value in vars(module).values()]
     attributes = [value for value in values if isinstance(value, Tensor)]

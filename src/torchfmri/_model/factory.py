@@ -156,7 +156,7 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
 
 
 def kinds_of(made: object) -> str:
-    """Return the class of what a function returned; of a tuple, those of its parts."""
+    """Return the class of what a function returned; for a tuple, the classes of its parts."""
     if not isinstance(made, tuple):
         return type(made).__name__
     return f"({', '.join(type(each).__name__ for each in made)})"

@@ -134,7 +134,7 @@ def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator
 
 
 def loss_of(output: Any, target: Any, loss: Loss) -> Tensor | None:
-    """Return the scalar that the loss gives; without a loss, that of the output, if it has one.
+    """Return the scalar that the loss gives, or the output's own loss if no loss was given.
 
     Raises:
         InspectionError: It is not one real number, or loss and target do not fit together.

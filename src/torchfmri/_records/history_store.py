@@ -121,7 +121,7 @@ def _plain_finding(finding: Finding) -> dict[str, Any]:
 
 
 def step_files(path: Path) -> list[Path]:
-    """Return the files of steps at a path, in their order: the file, or those of the folder."""
+    """Return the files of steps at a path in order: the file itself, or those in the folder."""
     names = list_names(path) if path.is_dir() else [path.name] if path.is_file() else []
     found = sorted(name for name in names if name.startswith(_FILE) and name.endswith(_ENDING))
     return [path / name if path.is_dir() else path for name in found]

@@ -134,7 +134,7 @@ def _compare(options: Namespace) -> Contrast:
 
 
 def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
-    """Return the two conditions that there are, the first one against the second.
+    """Return the only two conditions of a scan, the first one against the second.
 
     Raises:
         InspectionError: There are not two.

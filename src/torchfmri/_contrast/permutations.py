@@ -124,7 +124,7 @@ def relabel(
 
 
 def flip(n: int, number: int, random: np.random.Generator) -> tuple[Doubles, bool]:
-    """Return (m, n) signs of n differences, all + first, and whether these are all possible ones."""
+    """Return (m, n) signs of n differences, all + first, and whether these are all possible."""
     if n < 63 and 2**n <= number:
         return np.array(list(product((1.0, -1.0), repeat=n))), True
     drawn = random.choice([1.0, -1.0], size=(number, n))

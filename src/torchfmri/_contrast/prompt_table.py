@@ -58,7 +58,7 @@ class PromptColumns:
 
     @property
     def names(self) -> list[str]:
-        """The name of each column: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]", "L2[feature 5]"."""
+        """The column names: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]", "L2[feature 5]"."""
         parts = zip(self.layer, self.kind, self.head, self.start, self.count, strict=True)
         return [_name(*part) for part in parts]
 

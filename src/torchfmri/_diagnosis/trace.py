@@ -168,7 +168,7 @@ class RunTrace:
 
     @property
     def changes(self) -> Floats:
-        """(step, parameter): norm of what the optimizer changed, all its updates in a step together."""
+        """(step, parameter): norm of what the optimizer changed, over all its updates in a step."""
         return self._read_updates()[2]
 
     @property

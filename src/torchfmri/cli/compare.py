@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         text = f"a setting of side {side}: {known}"
         add_several(parser, f"--{side}", text, "NAME=VALUE", default=[])
     add_several(parser, "--prompt", "what the model reads", "TEXT")
-    text = "relative difference to allow; else measured"
+    text = "relative difference to allow (default: measured)"
     add_text(parser, "--tolerance", text, "X", type=float)
     add_text(parser, "--picture", "draw where they differ into this file", "FILE")
 

@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "--metric",
         METRICS,
-        "what is measured (default: logit_difference with a foil, else surprisal)",
+        "what is measured (default: surprisal, or logit_difference with a foil)",
     )
     add_choice(parser, "--edit", EDITS, "what replaces the lesioned value", "zero")
     text = "attribution estimates all lesions from one backward pass"

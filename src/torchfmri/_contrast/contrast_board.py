@@ -159,25 +159,16 @@ class ContrastBoard(Board):
         """Return the effect, if there is one, and the statistic."""
         contrast, level = self.contrast, self.contrast.level
         strongest = "" if level == "layer" else f" The strongest {level} of each layer."
-        test = f"{contrast.test} over {self._prompts()}"
+        size = f"In standard deviations over prompts.{strongest}"
+        apart, unit = f"Of the means over prompts.{strongest}", contrast.metric.replace("_", " ")
+        test = f"{contrast.test} over {self._prompts()}.{strongest}"
+        signed, statistic = not contrast.is_f, "F" if contrast.is_f else "t"
         found = [
-            Metric(
-                "g", "Effect size", f"In standard deviations over prompts.{strongest}", "Hedges g",
-                signed=True,
-            ),
-            Metric(
-                "effect", "Difference", f"Of the means over prompts.{strongest}",
-                f"difference of {contrast.metric.replace('_', ' ')}", signed=not contrast.is_f,
-            ),
-            Metric(
-                "statistic", "F" if contrast.is_f else "t", f"{test}.{strongest}",
-                "F" if contrast.is_f else "t", signed=not contrast.is_f,
-            ),
-            Metric("opacity", "", "", shown=False),
-            Metric("survives", "", "", shown=False),
-            Metric("p", "", "", shown=False),
-            Metric("q", "", "", shown=False),
-        ]  # fmt: skip
+            Metric("g", "Effect size", size, "Hedges g", signed=True),
+            Metric("effect", "Difference", apart, f"difference of {unit}", signed=signed),
+            Metric("statistic", statistic, test, statistic, signed=signed),
+            *(Metric(name, "", "", shown=False) for name in ("opacity", "survives", "p", "q")),
+        ]
         return [each for each in found if not np.isnan(self._shades[0][each.name]).all()]
 
     def _prompts(self) -> str:
@@ -298,14 +289,14 @@ class ContrastBoard(Board):
             return ()
         contrast = self._judged[sequence]
         peak = contrast.row(index)
+        level = f"{1 - self.contrast.alpha:.0%}"
         pairs = {
             "n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a),
-            f"{1 - self.contrast.alpha:.0%} interval of g":
-                f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
+            f"{level} interval of g": f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
             "F" if contrast.is_f else "t": number_text(contrast.statistic[index]),
             "degrees of freedom": number_text(peak.dof),
             "p": number_text(peak.p),
-        }  # fmt: skip
+        }
         if _is_corrected(contrast):
             pairs["q"] = number_text(peak.q)
         if contrast.height_control is not None:

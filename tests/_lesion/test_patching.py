@@ -85,7 +85,7 @@ def test_bad_arguments(tiny: Subject) -> None:
         patch(*tiny, CLEAN, CORRUPTED, " happy", per="layer")
     with pytest.raises(InspectionError, match="positions are 0 to"):
         patch(*tiny, CLEAN, CORRUPTED, " happy", pairs=[(0, 99)])
-    with pytest.raises(InspectionError, match="stands twice"):
+    with pytest.raises(InspectionError, match="given twice"):
         patch(*tiny, CLEAN, CORRUPTED, " happy", pairs=[(0, 1), (2, 1)])
 
 

@@ -31,6 +31,7 @@ from torchfmri._contrast.prompt_table import PromptTable, blocks
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.remarks import remarks_of
 from torchfmri._contrast.weights import Definition, read_weights, words
+from torchfmri._text import listed
 from torchfmri.exceptions import InspectionError
 
 TESTS = ("t", "permutation")
@@ -206,8 +207,7 @@ def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
         )
     found = table.rows(np.array([side[key] for side in sides for key in shared]))
     if alone:
-        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
-        found.notes.append(f"{len(alone)} prompts without a partner are left out: {shown}")
+        found.notes.append(f"{len(alone)} prompts without a partner are left out: {listed(alone)}")
     return found
 
 

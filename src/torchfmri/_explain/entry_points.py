@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from torchfmri._arguments import check_module
+from torchfmri._arguments import check_module, few
 from torchfmri._explain.backward_failures import BACKWARD_FAILURES
 from torchfmri._explain.crash import Crash, SourceLine, describe
 from torchfmri._explain.explanation import Explanation, short_path
@@ -280,12 +280,8 @@ def _place_facts(crash: Crash) -> tuple[str, ...]:
         for name, each in crash.module._parameters.items()
         if each is not None
     ]
-    facts = []
-    for verb, items in (("It was called with", given), ("It holds", held)):
-        more = f" and {len(items) - _MOST_TENSORS} more" if len(items) > _MOST_TENSORS else ""
-        if items:
-            facts.append(f"{verb} {', '.join(items[:_MOST_TENSORS])}{more}.")
-    return tuple(facts)
+    found = (("It was called with", given), ("It holds", held))
+    return tuple(f"{verb} {few(items, _MOST_TENSORS)}." for verb, items in found if items)
 
 
 def _hook_fact(crash: Crash) -> tuple[str, ...]:

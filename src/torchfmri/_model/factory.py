@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from torchfmri._arguments import few
 from torchfmri.exceptions import InspectionError
 
 FORM = "package.module:factory or path/to/file.py:factory"
@@ -126,8 +127,7 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]
     ]
     near = get_close_matches(name, own, 3, 0.5)
     names = [*near, *(each for each in own if each not in near)]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    said = ", ".join(map(repr, names[:_MOST_NAMES])) + more
+    said = few(map(repr, names), _MOST_NAMES)
     there = f" It has {said}." if names else " It defines no function."
     raise InspectionError(f"There is no {name!r} in {place}.{there}")
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchfmri._arguments import few
 from torchfmri._text.columns import Column
 from torchfmri._text.labels import layer_label
 from torchfmri.statistics import Statistics, merge_statistics
@@ -128,9 +129,8 @@ def say_note(
     plain: Callable[[str], str] = str,
 ) -> str:
     """Return a reservation with the first layers that it holds for; see `say_reasons`."""
-    named = [mark(layer) for layer in layers if layer]
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return plain(text) + (f": {', '.join(named[:3])}{more}" if named else "")
+    named = few(mark(layer) for layer in layers if layer)
+    return plain(text) + (f": {named}" if named else "")
 
 
 def lost_rows(rows: Sequence[Row], missing: Mapping[str, str]) -> dict[str, str]:

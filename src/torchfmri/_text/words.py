@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torchfmri._arguments import few
+
 
 def percent(share: float) -> str:
     """Return a share as a percentage: "0.12 %", "45 %"."""
@@ -32,9 +34,8 @@ def apart(one: float, other: float, digits: int = 4) -> tuple[str, str]:
 
 
 def listed(layers: Sequence[str], most: int = 3) -> str:
-    """Return names in quotes, of many only the first."""
-    shown = ", ".join(repr(each or "the model") for each in layers[:most])
-    return shown + (f" and {len(layers) - most} more" if len(layers) > most else "")
+    """Return the first names in quotes, and how many more there are."""
+    return few((repr(each or "the model") for each in layers), most)
 
 
 def how_many(some: int, of: int, noun: str) -> str:

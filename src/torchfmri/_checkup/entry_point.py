@@ -4,7 +4,8 @@
 `spared_grad`, so the model, `.grad` and random state come back also after an error.
 `diagnose_script` serves the command line: the script runs as the user wrote it, on its own model,
 with a Monitor on the first model that trains. `_Enough` ends it and is a BaseException, so that an
-`except Exception` in the script does not catch it.
+`except Exception` in the script does not catch it. The facts of the last line of a report may
+change freely.
 """
 
 from __future__ import annotations

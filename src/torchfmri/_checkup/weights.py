@@ -2,7 +2,8 @@
 
 The files of this room use them. Complex numbers count as pairs of real ones. `noise_scale` is the
 unbiased estimate of McCandlish et al. 2018, with the steps of a run in place of examples. They must
-stay without side effects, because hooks call them in the middle of the user's pass.
+stay without side effects, because hooks call them in the middle of the user's pass. How they are
+computed may change freely.
 """
 
 from __future__ import annotations

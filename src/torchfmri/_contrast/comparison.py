@@ -3,7 +3,9 @@
 `Scan.contrast` and `torchfmri.contrast` make a `PromptTable` and call `compare`. `ContrastTrial` is
 the whole path from labels to what survives; `calibrate` runs it again with shuffled labels, so
 every step that decides something must be inside `decide`. The words of the options are nilearn's
-and are public. Columns are worked on in blocks, because a table may be larger than memory.
+and are public. Columns are worked on in blocks, because a table may be larger than memory. A new
+test is a function in `group_tests` and a branch of `_test`; how columns are cut into blocks may
+change freely.
 """
 
 from __future__ import annotations

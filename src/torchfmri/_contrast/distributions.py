@@ -2,7 +2,8 @@
 
 Written out here because the package needs torch and numpy only, and neither has them. SciPy is the
 oracle in the tests: both agree to 1e-10 relative, down to probabilities of 1e-200. That is why x
-and 1 - x are passed separately: tails that small are lost when one is computed from the other.
+and 1 - x are passed separately: tails that small are lost when one is computed from the other. The
+method may change freely as long as the tests with SciPy pass.
 """
 
 from __future__ import annotations

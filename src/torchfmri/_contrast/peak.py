@@ -1,7 +1,7 @@
 """One row of the table of a contrast; `Contrast.peaks` returns a list of these.
 
 `Peak` is public. Its fields are also the headings of CSV, Parquet and JSON exports: new ones go to
-the end, none may be renamed.
+the end, none may be renamed. How a row is computed stands in `record`.
 """
 
 from __future__ import annotations

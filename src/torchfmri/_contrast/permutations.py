@@ -4,8 +4,8 @@
 whatever the distribution of the values, so the share of relabellings that reach what was seen is a
 p-value. The largest statistic of each relabelling is the null distribution of the largest one of
 all columns: what exceeds it holds for the whole family. The true labelling is always among the
-relabellings, so that p is never 0. It must be computed exactly as the others are, or
-rounding would decide whether it reaches itself.
+relabellings, so that p is never 0. It must be computed exactly as the others are, or rounding would
+decide whether it reaches itself. The order in which columns are worked on may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `_scan/prompts` makes a `PromptTable`, and everything in this room reads it; the tests of this room
 make tables without any scan. nan marks a prompt without a value. `vectors` is a function and not an
 array: mean vectors are large, and few contrasts need them. Fields may be added with a default; nan
-must stay the only mark of a missing value, because every test counts prompts by it.
+must stay the only mark of a missing value, because every test counts prompts by it. The size of a
+block may change freely.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Signals: numbers of an observation that are compared with a cut.
 
 The diagnoses and `benchmarks diagnosis` read them. Each returns one number or one number per step,
-and NaN if it is not known: comparisons with a cut are written so that NaN gives no finding (`not
-x < cut`). Changing a signal moves all figures that its cut was measured with; run `benchmarks
-diagnosis --thresholds` before and after.
+and NaN if it is not known: comparisons with a cut are written so that NaN gives no finding (`not x
+< cut`). Changing a signal moves all figures that its cut was measured with; run `benchmarks
+diagnosis --thresholds` before and after. A faster way to the same number is welcome.
 """
 
 from __future__ import annotations

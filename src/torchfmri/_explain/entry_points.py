@@ -3,7 +3,8 @@
 Both are public. The user's exception must always come through: `explained` raises a known failure
 again as a subclass of the original's class, and leaves every other one as the same object. An error
 of ours while explaining becomes a note, never an exception. Only exceptions of Python and PyTorch
-are raised anew, because other classes may have constructors that cannot be copied.
+are raised anew, because other classes may have constructors that cannot be copied. Words, and the
+order of tables from special to general failures, may be refined.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `Hold` calls `look_into` when a step is bad. All processes must come through `report` together where
 steps are held, because they agree there on one finding and one folder; a process that raised
 earlier would leave the others waiting. So each part that can fail (running the step again, writing)
-only warns. What is raised in the end is the NonFiniteError that the user asked for.
+only warns. What is raised in the end is the NonFiniteError that the user asked for. Words may
+change freely; the order of agreeing, writing and raising must stay.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 `Hold` owns one `StepMemory`. It listens at every step of a training, so nothing here waits for a
 device, and tensors are kept by reference; graphs of earlier micro-batches are released, or their
 activations stay in memory. Once a loop was seen to write into its batch, batches are copied.
+`MOST_CALLS` may change freely.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 tensor becomes bytes in a safetensors file under a number; the JSON says of which dtype and shape it
 is, and has the size and checksum of that file. Version 0.1 wrote JSON without a checksum and an
 `.npz` file; both must still be read. Each tensor can be taken once, so that a small file cannot
-become much memory. What cannot be kept (a KV cache) is named in its place, never dropped.
+become much memory. What cannot be kept (a KV cache) is named in its place, never dropped. A further
+kind of value needs a word of its own in `_encode` and `_Decoder`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The lens and the attributions run a model with `run_stream`. Only layers are watched, so it is the
 model's own forward pass on every architecture. Hooks come after others, so that an edited stream is
 read as it was edited. A state must be (b, s, width), once per block; anything else is refused,
-because a lens over it would be a wrong number.
+because a lens over it would be a wrong number. What else is kept of a pass may grow freely.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It is public. The clean run's values are read once and put in row by row, many p
 Tokens are matched by `match_roles`; those without a partner stay as they are and are listed. With
 `to=` the passes are those of `paths`. `PatchMap` is public too: a score is 0 if the metric stays as
 corrupted and 1 if it becomes that of the clean prompt, and may lie outside. Places from which no
-path leads are kept with score 0 and listed.
+path leads are kept with score 0 and listed. The table and the picture may change freely.
 """
 
 from __future__ import annotations

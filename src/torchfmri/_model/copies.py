@@ -3,7 +3,8 @@
 `diagnose` and `advise` run on these copies, because nothing of the user's may be written to. All
 are copied in one deepcopy, so that each optimizer trains the copied parameters. deepcopy alone has
 two faults that are mended here: it gives parameters that share memory separate memory
-(`_share_memory`), and it drops plain attributes of an optimizer (`_complete`).
+(`_share_memory`), and it drops plain attributes of an optimizer (`_complete`). What else deepcopy
+loses is given back in `_complete`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The commands of `cli/` call `load_subject`; `named_models` takes models from such functions too. A
 file is imported under a name of its own, since a module of its name may be loaded already, and its
 folder goes onto `sys.path`, as for a script. What the user's own code raises passes through as it
-is. Only a wrong name, or a wrong thing returned, becomes an InspectionError.
+is. Only a wrong name, or a wrong thing returned, becomes an InspectionError. Words may change
+freely; the forms of a name (`FORM`) are public.
 """
 
 from __future__ import annotations

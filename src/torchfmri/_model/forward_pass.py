@@ -2,7 +2,8 @@
 
 Inspections, costs, verification, compare and incidents all go through here: `arguments_for`, the
 model's call, `loss_of`. So a message names none of these callers. `thawed` sets `requires_grad` on
-the data: the caller hands it copies, never the user's own tensors.
+the data: the caller hands it copies, never the user's own tensors. Words may change freely; what
+counts as data, target and loss is public.
 """
 
 from __future__ import annotations

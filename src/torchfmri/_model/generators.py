@@ -3,7 +3,7 @@
 Each run of ours restores it at its end, and an incident stores it to run the step again. `to_data`
 and `from_data` are a stored format: what older versions wrote (`cuda`, of one device) must still be
 read, and what is read is tried out before it is believed. Only devices that somebody has used are
-asked, since asking would set up the others.
+asked, since asking would set up the others. Another kind of device is an entry of `_KINDS`.
 """
 
 from __future__ import annotations

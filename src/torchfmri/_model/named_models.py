@@ -4,7 +4,7 @@
 links, pipes, huge descriptions and absurd numbers of layers are refused before transformers opens
 them, and no code of theirs runs without trust_remote_code. Only owner/name reaches a hub. The class
 is the one that the files were saved from, because another would leave parameters at random; if any
-are, a warning names them.
+are, a warning names them. Another wheel is an entry of `_WHEELS`; the limits may change freely.
 """
 
 from __future__ import annotations

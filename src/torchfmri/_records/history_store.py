@@ -4,7 +4,8 @@
 `has_ended`. The folder holds files of steps, each written whole or not at all, so that it can be
 read at any moment and what a killed run has written stays readable. The format is stored: names of
 files hold their first step, and each file says how many steps come before it, by which a lost file
-is noticed. A damaged file costs its own steps only and is named in `notes`.
+is noticed. A damaged file costs its own steps only and is named in `notes`. When steps are written
+(`_SECONDS`, `_SHARE`) may change.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `table` draws the lines; figures and reports take numbers and words from here. Layers whose names
 differ only in numbers fold into one line, but never one with NaN, Inf or a single value: a reader
-has to find it. Statistics of a folded line are merged, which is exact.
+has to find it. Statistics of a folded line are merged, which is exact. How numbers are written may
+change freely; what counts as suspect must stay.
 """
 
 from __future__ import annotations

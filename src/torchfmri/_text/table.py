@@ -4,6 +4,7 @@ Inspections and Monitors call `text_table`, and inspections `html_table`; both s
 What is missing is listed with its reason, NaN and Inf come first. HTML is self-contained, escaped
 and below `MAX_CHARACTERS`: rows are folded, then left out, and it says so. `text_table` names no
 method of its caller: `unfolded` and `reasons` say what to write. Only inspections have HTML tables.
+How it looks may change freely; NaN and Inf must never be hidden in a folded line.
 """
 
 from __future__ import annotations

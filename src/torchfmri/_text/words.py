@@ -2,7 +2,7 @@
 
 Reports, findings and tables of all rooms use these, so that a number looks the same everywhere. The
 doctests are the specification. Rounding must not change a verdict: `apart` shows as many digits as
-it takes to tell two numbers apart.
+it takes to tell two numbers apart. A further unit or form may be added freely.
 """
 
 from __future__ import annotations

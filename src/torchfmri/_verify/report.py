@@ -2,7 +2,7 @@
 
 `verify_gradients` returns a `Verification`. Both classes are public: attributes and `to_dict` must
 stay, the table may be changed freely. Wrong gradients are always listed one by one, and never
-folded into a line with others.
+folded into a line with others. A folded line could hide the one layer that is wrong.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The page's thread puts prompts into a queue, and one thread of ours answers them: a model is never
 run by two threads at once. A prompt that fails is reported on the page, and the next one is
-answered.
+answered. `_WAITING` and the words may change freely.
 """
 
 from __future__ import annotations

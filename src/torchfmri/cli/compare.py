@@ -1,4 +1,8 @@
-"""The command `torchfmri compare`: two settings of a model, two recordings, two training runs."""
+"""The command `torchfmri compare`: two settings of a model, two recordings, two training runs.
+
+`_compare` does the work. Options, the keys of `--json` and the exit code (1 if the sides differ)
+are public.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The command `torchfmri view`: scans, a contrast, or a training run in a browser.
 
 `chat`, `scan --live` and others take the options of their page from here, so that every command
-that serves one has the same.
+that serves one has the same. Names of options are public, and `run` waits until Ctrl-C.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The layer itself, the Goodness functions and `Divergence` use them. `mas` and `jensen_shannon` are
 public. All of them return 0 and never NaN where everything is 0, which happens for tokens that
-reach no unit; hence the divisions by at least the smallest positive number.
+reach no unit; hence the divisions by at least the smallest positive number. How they are computed
+may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Every file of this room imports from here. matplotlib is imported inside functions only, because it
 is an extra and slow to import. A figure is not registered with pyplot, except in a notebook, so
 that plotting in a loop does not fill memory. All text goes through `escape`: "$" in a layer's name
-would start a formula.
+would start a formula. Colours may change, but must stay apart for all common kinds of colour
+vision.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `Monitor.plot`, the writers for dashboards and users call `plot_history`, which is public. A step
 with NaN or Inf carries a triangle, and a layer that was not seen is hatched: neither may vanish in
-the colours. Values over a wide range get a logarithmic scale.
+the colours. Values over a wide range get a logarithmic scale. Sizes, colours and limits of scales
+may change freely.
 """
 
 from __future__ import annotations

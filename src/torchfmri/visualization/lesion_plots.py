@@ -1,7 +1,8 @@
 """Draw lesions and patches: what each did to the metric, beside how active it was.
 
 The results in `_lesion` fill in a `LesionPicture` or a `PatchPicture` and have it drawn. The
-records hold arrays only, so this room does not know what a lesion is.
+records hold arrays only, so this room does not know what a lesion is. Sizes and colours may change
+freely.
 """
 
 from __future__ import annotations

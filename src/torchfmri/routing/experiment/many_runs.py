@@ -3,7 +3,7 @@
 `torchfmri routing` makes an `Experiment`. Each run writes its own result file, so an experiment
 that was interrupted goes on where it was. Runs are ordered seed by seed: an unfinished experiment
 then has all variants to compare. Every process has one thread, so that results do not depend on
-`workers`.
+`workers`. How progress is shown may change freely.
 """
 
 from __future__ import annotations

@@ -62,11 +62,8 @@ def by_keys(crash: Crash, _: re.Match[str]) -> Clues:
     missing = _keys(crash.message, "Missing")
     unexpected = _keys(crash.message, "Unexpected")
     shapes = re.findall(r"size mismatch for (\S+):", crash.message)
-    facts = tuple(
-        f"{len(keys)} {word}: {few(keys)}."
-        for word, keys in (("missing", missing), ("unexpected", unexpected), ("resized", shapes))
-        if keys
-    )
+    found = {"missing": missing, "unexpected": unexpected, "resized": shapes}
+    facts = tuple(f"{len(keys)} {word}: {few(keys)}." for word, keys in found.items() if keys)
     first = next(iter(shapes or missing), None)
     layer = first.rpartition(".")[0] if first and first.rpartition(".")[0] in crash.layers else None
     return Clues(facts, _prefix_cure(missing, unexpected), layer)

@@ -229,10 +229,10 @@ CEILINGS = Sizes(
     longest_file=760,
     files_over_400=20,
     longest_function=97,
-    functions_over_50=38,
+    functions_over_50=36,
     most_arguments=19,
     long_records=0,
-    laid_by_hand=95,
+    laid_by_hand=90,
     repeated_class_names=0,
 )
 PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers

@@ -200,94 +200,37 @@ __all__ = [
 ]
 
 _NAMES = {
-    "_checkup": ("diagnose",),
-    "_contrast": (
-        "GLM",
-        "Calibration",
-        "Classification",
-        "Contrast",
-        "ContrastReport",
-        "Direction",
-        "LayerAccuracy",
-        "Peak",
-        "load_contrast",
-    ),
-    "_compare": (
-        "Comparison",
-        "Difference",
-        "HistoryComparison",
-        "Run",
-        "StepDifference",
-        "compare",
-        "import_hidden_states",
-    ),
-    "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
-    "_diagnosis": ("Diagnosis",),
-    "_edit": ("Edit", "edited"),
-    "_explain": ("Explanation", "explain", "explained"),
-    "_incidents": ("Incident", "Incidents"),
-    "_lesion": ("LesionMap", "PatchMap", "Steering", "lesion", "patch", "steer"),
-    "_lens": ("InputAttribution", "Lens", "LogitAttribution"),
-    "_inspect": ("Inspector",),
-    "_model": ("NamedModel", "load_model"),
-    "_monitor": ("Monitor", "MonitorWarning"),
-    "_records": ("Call", "Finding", "History", "Inspection", "Record"),
-    "_scan": (
-        "Anatomy",
-        "DatasetScan",
-        "LiveToken",
-        "Scan",
-        "ScanOptions",
-        "ScanStream",
-        "ScannedSequence",
-        "Scanner",
-        "Tokens",
-        "contrast",
-        "attribute_inputs",
-        "attribute_logit",
-        "lens",
-        "load",
-        "scan",
-        "scan_dataset",
-        "stream",
-        "view",
-    ),
-    "_tokens": (
-        "Coverage",
-        "CoverageRow",
-        "TokenGradient",
-        "TokenGradients",
-        "TokenLossGradient",
-        "TokenLossGradients",
-        "TokenSelection",
-        "TokenVerification",
-        "TokenVerificationRow",
-        "TopEntries",
-        "token_gradients",
-        "token_loss_dots",
-        "token_losses",
-    ),
-    "_verify": ("GradientCheck", "Verification", "verify_gradients"),
-    "_viewer": ("View",),
-    "exceptions": (
-        "ExplainedError",
-        "FileFormatError",
-        "FindingWarning",
-        "GuardError",
-        "InspectionError",
-        "LayerNotFoundError",
-        "MemoryLimitError",
-        "MissingTokensWarning",
-        "NonFiniteError",
-        "NonFiniteWarning",
-        "ScanFormatError",
-        "UnsupportedLayerError",
-    ),
-    "statistics": ("ChannelStatistics", "Statistics", "calculate_statistics"),
+    "_checkup": "diagnose",
+    "_contrast": "Calibration Classification Contrast ContrastReport Direction GLM LayerAccuracy "
+    "Peak load_contrast",
+    "_compare": "Comparison Difference HistoryComparison Run StepDifference compare "
+    "import_hidden_states",
+    "_cost": "Advice Cost Growth LayerCost Option advise cost",
+    "_diagnosis": "Diagnosis",
+    "_edit": "Edit edited",
+    "_explain": "Explanation explain explained",
+    "_incidents": "Incident Incidents",
+    "_lesion": "LesionMap PatchMap Steering lesion patch steer",
+    "_lens": "InputAttribution Lens LogitAttribution",
+    "_inspect": "Inspector",
+    "_model": "NamedModel load_model",
+    "_monitor": "Monitor MonitorWarning",
+    "_records": "Call Finding History Inspection Record",
+    "_scan": "Anatomy DatasetScan LiveToken Scan ScanOptions ScanStream ScannedSequence Scanner "
+    "Tokens attribute_inputs attribute_logit contrast lens load scan scan_dataset stream view",
+    "_tokens": "Coverage CoverageRow TokenGradient TokenGradients TokenLossGradient "
+    "TokenLossGradients TokenSelection TokenVerification TokenVerificationRow TopEntries "
+    "token_gradients token_loss_dots token_losses",
+    "_verify": "GradientCheck Verification verify_gradients",
+    "_viewer": "View",
+    "exceptions": "ExplainedError FileFormatError FindingWarning GuardError InspectionError "
+    "LayerNotFoundError MemoryLimitError MissingTokensWarning NonFiniteError NonFiniteWarning "
+    "ScanFormatError UnsupportedLayerError",
+    "statistics": "ChannelStatistics Statistics calculate_statistics",
 }
-"""Where each public name is defined."""
+"""Room or module -> the public names that it defines."""
 _REPLACED = {"first_difference": "torchfmri.compare(a, b).first"}
-_ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
+_ROOM_OF = {name: room for room, names in _NAMES.items() for name in names.split()}
 _MODULES = ("exceptions", "integrations", "reference", "routing", "statistics", "visualization")
 
 
@@ -304,7 +247,7 @@ def __getattr__(name: str) -> Any:
     for room in filter(None, (sys.modules.get(f"{__name__}.{each}") for each in _NAMES)):
         if getattr(room.__spec__, "_initializing", False):  # another thread is importing it
             continue
-        for each in _NAMES[room.__name__.removeprefix(f"{__name__}.")]:
+        for each in _NAMES[room.__name__.removeprefix(f"{__name__}.")].split():
             globals()[each] = getattr(room, each)
             globals()[each].__module__ = __name__
     return globals()[name]

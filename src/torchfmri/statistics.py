@@ -579,7 +579,7 @@ def _merge_grids(filled: list[Statistics]) -> CodeGrid | None:
 
 
 def _grid_at(part: Statistics, exponent: int) -> CodeGrid | None:
-    """Return the grid of one part at a given width, where it can be known exactly."""
+    """Return the grid of one part at a given width; None if it cannot be known exactly."""
     if part.grid is not None:
         return part.grid.coarsen(exponent)
     if part.min == part.max:

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[call-overload]
     "a class": (
         lambda: torchfmri.token_gradients(nn.Linear),  # type: ignore[call-overload]
-        "Linear.*give a model: an nn.Module, not its class",
+        "Linear.*give a model: an nn.Module, not type: its instance, not its class",
     ),
     "no model, other losses": (
         lambda: torchfmri.token_gradients(None, per="token_loss"),  # type: ignore[call-overload]

@@ -163,9 +163,7 @@ def test_the_probe_is_ridge_regression_fold_by_fold() -> None:
 def test_a_layer_that_knows_is_told_from_one_that_does_not() -> None:
     table = make_table(["a"] * 15 + ["b"] * 15, 8)
     table.values[:15, 4:] += 2.0  # the second layer
-    found = classify(
-        [table], "a - b", is_paired=False, folds=5, permutations=200, seed=0
-    )  # fmt: skip
+    found = classify([table], "a - b", is_paired=False, folds=5, permutations=200, seed=0)
     first, second = found.rows
     assert second.accuracy > 0.9
     assert second.p_max <= 0.05

@@ -103,9 +103,7 @@ def test_a_clipped_gradient_leaves_nothing_behind(limit: float | None) -> None:
 
     subject = model()
     optimizer = torch.optim.AdamW(subject.parameters())
-    found = diagnose(
-        subject, batches(25, 10, 0, 1e3), None, optimizer, 25, step=step, show=False
-    )  # fmt: skip
+    found = diagnose(subject, batches(25, 10, 0, 1e3), None, optimizer, 25, step=step, show=False)
     named = "outlier_batch" in [each.problem for each in found]
     assert named == (limit is None)
 

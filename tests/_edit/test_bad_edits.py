@@ -66,7 +66,7 @@ AT_ONCE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: {"L0": Edit.replace({"other": None})},
         "has nothing of layer 'model.layers.0'. Watch that layer",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", AT_ONCE)

@@ -330,10 +330,8 @@ GENERATING = {
         "L0": Edit.add(torch.linspace(-2, 2, 16, dtype=torch.float64)).at(tokens=slice(6, None))
     },
     "one generated token": lambda: {"blocks.0.hook_resid_post": Edit.zero().at(tokens=[11])},
-    "resampled": lambda: {
-        "L0": Edit.resample(torch.randn(40, 16, dtype=torch.float64), seed=1)
-    },
-}  # fmt: skip
+    "resampled": lambda: {"L0": Edit.resample(torch.randn(40, 16, dtype=torch.float64), seed=1)},
+}
 
 
 @pytest.mark.parametrize("edits", GENERATING)

@@ -904,9 +904,9 @@ def test_last_error_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(InspectionError, match="takes an exception, not 'text'"):
         explain("text")  # type: ignore[arg-type]
-    with pytest.raises(InspectionError, match=r"must be an nn\.Module"):
+    with pytest.raises(InspectionError, match=r"model=.net.: give a model: an nn\.Module, not str"):
         explain(ValueError(), model="net")  # type: ignore[arg-type]
-    with pytest.raises(InspectionError, match=r"must be an nn\.Module"):
+    with pytest.raises(InspectionError, match=r"model=.net.: give a model: an nn\.Module, not str"):
         explained("net")  # type: ignore[arg-type]
 
 

@@ -35,8 +35,11 @@ def run(place: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, faults.__file__, place, str(KILLS), str(IMAGES)],
-        capture_output=True, text=True, env=environment, timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

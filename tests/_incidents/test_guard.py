@@ -565,8 +565,9 @@ def test_a_bad_step_of_two_optimizers_is_one_incident(attach: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizers = [
-        torch.optim.SGD(model[:2].parameters(), 0.1), torch.optim.Adam(model[2].parameters()),
-    ]  # fmt: skip
+        torch.optim.SGD(model[:2].parameters(), 0.1),
+        torch.optim.Adam(model[2].parameters()),
+    ]
     monitor = Monitor(model, optimizers, on_nonfinite="skip")
     if attach:
         monitor.attach()

@@ -594,8 +594,11 @@ def test_what_compiled_code_did_and_eager_code_does_not(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(
         compiled,  # type: ignore[arg-type]
-        optimizer, on_nonfinite="raise", incidents=tmp_path, every=2,
-    )  # fmt: skip
+        optimizer,
+        on_nonfinite="raise",
+        incidents=tmp_path,
+        every=2,
+    )
     compiled(torch.ones(3, 4))
     error = failing(training(monitor, optimizer, lambda: compiled(torch.ones(3, 4)).sum(), 3))
     assert "compiled code gave what eager code does not" in str(error)
@@ -747,8 +750,10 @@ def test_stored_data_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     back = load_data(tmp_path / "data")
     assert list(back) == list(data)
     for one, other in (
-        (back["x"], tensor), (back[3][0], tensor[:, :0]), (back["scalar"], data["scalar"]),
-    ):  # fmt: skip
+        (back["x"], tensor),
+        (back[3][0], tensor[:, :0]),
+        (back["scalar"], data["scalar"]),
+    ):
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         assert bytes(one.reshape(-1).view(torch.uint8).tolist()) == bytes(

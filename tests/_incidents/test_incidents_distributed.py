@@ -142,8 +142,10 @@ def test_healthy_processes(folder: Path) -> None:
 def test_each_writes_its_part(folder: Path) -> None:
     incident = folder / "ddp-raise" / f"step-{BAD_STEP:06d}"
     assert sorted(each.name for each in incident.iterdir()) == [
-        "incident.json", "rank-0", "rank-1",
-    ]  # fmt: skip
+        "incident.json",
+        "rank-0",
+        "rank-1",
+    ]
     summary = json.loads((incident / "incident.json").read_text())
     assert (summary["rank"], summary["processes"]) == (BAD_RANK, PROCESSES)
     written = replay(incident)  # of the process with the origin

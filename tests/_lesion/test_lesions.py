@@ -127,8 +127,9 @@ def test_mean_and_resampled_lesions(tiny: Subject) -> None:
 
 def test_a_logit_difference_and_a_function_of_ones_own(tiny: Subject) -> None:
     model, tokenizer = tiny
-    difference = lesion(model, tokenizer, PROMPTS, " girl", " boy", metric="logit_difference",
-                        of="mlps")  # fmt: skip
+    difference = lesion(
+        model, tokenizer, PROMPTS, " girl", " boy", metric="logit_difference", of="mlps"
+    )
     girl, boy = (
         tokenizer(each, add_special_tokens=False)["input_ids"][0] for each in (" girl", " boy")
     )

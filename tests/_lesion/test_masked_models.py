@@ -48,9 +48,10 @@ def test_lesions_are_plain_passes_read_at_the_mask(model: nn.Module) -> None:
     assert abs(found.intact[0] + float(plain[-1, 11])) > 1e-3  # the last token's is another number
     for index, name in enumerate(found.names):
         (layer,) = [
-            each for key, each in model.named_modules()
+            each
+            for key, each in model.named_modules()
             if key.endswith(f"layer.{name[1]}.output.dense") and "attention" not in key
-        ]  # fmt: skip
+        ]
         handle = layer.register_forward_hook(lambda _, __, output: torch.zeros_like(output))
         wanted = -float(log_probabilities(model, PROMPT)[3, 11])
         handle.remove()

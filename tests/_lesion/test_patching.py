@@ -96,9 +96,11 @@ SENDERS = {
     "L0H2": ("blocks.0.attn.hook_z", slice(8, 12), ["blocks.0.hook_mlp_out"]),
     "L0.mlp": ("blocks.0.hook_mlp_out", slice(None), []),
     "blocks.0.hook_resid_pre": (
-        "blocks.0.hook_resid_pre", slice(None), ["blocks.0.hook_attn_out", "blocks.0.hook_mlp_out"]
+        "blocks.0.hook_resid_pre",
+        slice(None),
+        ["blocks.0.hook_attn_out", "blocks.0.hook_mlp_out"],
     ),
-}  # fmt: skip
+}
 RECEIVERS = {
     "L1H3.q": ("blocks.1.attn.hook_q", slice(12, 16)),
     "L1H1": ("blocks.1.attn.hook_z", slice(4, 8)),

@@ -180,20 +180,23 @@ def test_an_encoder_and_a_decoder_are_told_apart() -> None:
         places_of(layers, "L1H3")
 
 
-@pytest.mark.parametrize(("architecture", "name", "words"), [
-    ("llama", "L7H0", "2 blocks, 0 to 1"),
-    ("llama", "L1H9", "4 heads, 0 to 3"),
-    ("llama", "L1H3.k", "2 heads, 0 to 1"),
-    ("llama", "L1H0.mlp", "no heads"),
-    ("llama", "L1.foo", "not a part of a block"),
-    ("llama", "blocks.1.attn.hook_result", "edit attn.hook_z"),
-    ("llama", "blocks.1.attn.hook_zz", "Nearest: 'attn.hook_z'"),
-    ("llama", "encoder.L1H1", "no list of blocks is called 'encoder'"),
-    ("mamba", "L1H1", "no attention that torchfmri knows"),
-    ("mamba", "blocks.0.hook_resid_mid", "no hook_resid_mid"),
-    ("deepseek-v3", "L0H0.k", "no projection of a known name for its k"),
-    ("albert", "L0H0", "calls it 3 times"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "name", "words"),
+    [
+        ("llama", "L7H0", "2 blocks, 0 to 1"),
+        ("llama", "L1H9", "4 heads, 0 to 3"),
+        ("llama", "L1H3.k", "2 heads, 0 to 1"),
+        ("llama", "L1H0.mlp", "no heads"),
+        ("llama", "L1.foo", "not a part of a block"),
+        ("llama", "blocks.1.attn.hook_result", "edit attn.hook_z"),
+        ("llama", "blocks.1.attn.hook_zz", "Nearest: 'attn.hook_z'"),
+        ("llama", "encoder.L1H1", "no list of blocks is called 'encoder'"),
+        ("mamba", "L1H1", "no attention that torchfmri knows"),
+        ("mamba", "blocks.0.hook_resid_mid", "no hook_resid_mid"),
+        ("deepseek-v3", "L0H0.k", "no projection of a known name for its k"),
+        ("albert", "L0H0", "calls it 3 times"),
+    ],
+)
 def test_what_cannot_be_resolved_is_refused_by_name(
     architecture: str, name: str, words: str
 ) -> None:

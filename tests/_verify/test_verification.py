@@ -672,7 +672,7 @@ def test_frozen_parameters_are_not_verified() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
-        ((nn.Linear, rows()), {}, "takes an nn.Module"),
+        ((nn.Linear, rows()), {}, "give a model: an nn.Module"),
         ((linear(), rows()), {"directions": 0}, "directions=0"),
         ((linear(), [rows(), rows()]), {}, "a list of 2"),
         ((nn.LazyLinear(3), rows()), {}, "lazy parameters"),

@@ -166,9 +166,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     (tmp_path / "here").mkdir()
     for name, text in (
-        ("subject.py", SUBJECT), ("text.txt", "no JSON"), ("rows.jsonl", '{"prompt": "hi"}\n'),
-        ("bad.jsonl", '{"prompt": "hi"}\n{broken\n'), ("empty.jsonl", ""),
-    ):  # fmt: skip
+        ("subject.py", SUBJECT),
+        ("text.txt", "no JSON"),
+        ("rows.jsonl", '{"prompt": "hi"}\n'),
+        ("bad.jsonl", '{"prompt": "hi"}\n{broken\n'),
+        ("empty.jsonl", ""),
+    ):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path / "here")
     names = ("folder", "subject.py", "text.txt", "rows.jsonl", "bad.jsonl", "empty.jsonl", "new")

@@ -263,9 +263,12 @@ def test_a_text_does_not_control_the_terminal(
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["scan", *arguments]) == 2
     output = capsys.readouterr()
@@ -290,7 +293,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def test_a_picture_without_matplotlib_is_refused_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: list[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    for name in ["matplotlib.figure", *(n for n in sys.modules if n.startswith("matplotlib"))]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert cli.main(["scan", "--prompt", "x", "--picture", "x.png"]) == 2
     assert "pip install 'torchfmri[plots]'" in capsys.readouterr().err
     assert models == []
@@ -334,8 +338,9 @@ def test_a_model_of_ones_own(
 def test_a_dataset_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write_rows(
         tmp_path / "x.jsonl",
-        {"question": "One", "group": "a"}, {"question": "Two", "group": "b"},
-    )  # fmt: skip
+        {"question": "One", "group": "a"},
+        {"question": "Two", "group": "b"},
+    )
     out = tmp_path / "x.fmri"
     arguments = ["scan", "--dataset", str(rows), "--out", str(out), *LIGHT, "--chat"]
     arguments += ["--field", "question", "--condition-field", "group", "--batch", "2"]

@@ -392,9 +392,11 @@ def test_command_that_is_killed_goes_on(tmp_path: Path) -> None:
     source = str(Path(torchfmri.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*options, "--out", str(tmp_path / "killed")], env=environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [*options, "--out", str(tmp_path / "killed")],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
     while not list((tmp_path / "killed").glob("*.pt")) and time.monotonic() < deadline:
         time.sleep(0.02)

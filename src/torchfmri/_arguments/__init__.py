@@ -19,6 +19,7 @@ from torchfmri._arguments.checks import (
     check_scaler,
     check_target,
     check_tensor,
+    few,
     is_list,
     is_whole,
     require,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -71,7 +71,9 @@ def check_callable(name: str, value: Any, meaning: str) -> None:
 
 def check_module(name: str, value: Any) -> None:
     """Raise if an argument is not a model."""
-    meaning = "give a model: an nn.Module, not its class"
+    meaning = f"give a model: an nn.Module, not {type(value).__name__}"
+    if isinstance(value, type):
+        meaning += ": its instance, not its class"
     require(isinstance(value, nn.Module), name, value, meaning)
 
 
@@ -199,3 +201,15 @@ def shown(value: object) -> str:
         return f"tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def few(texts: Iterable[str], most: int = 3) -> str:
+    """Return texts with commas between them: the first `most`, and how many more there are.
+
+    Examples:
+        >>> few(["a", "b", "c"], 3), few("abcde", 3)
+        ('a, b, c', 'a, b, c and 2 more')
+    """
+    named = list(texts)
+    more = f" and {len(named) - most} more" if len(named) > most else ""
+    return ", ".join(named[:most]) + more

@@ -2,7 +2,8 @@
 
 `with from_extra(...)` stands around the import of an optional package, inside the function that
 needs it: the core needs torch and numpy only. An ImportError in the block becomes the command that
-installs the extra.
+installs the extra. The words may change freely, but the command must be one that works as it is
+printed.
 """
 
 from __future__ import annotations

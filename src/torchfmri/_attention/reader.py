@@ -7,7 +7,7 @@ whose patterns are recomputed from queries, keys and mask; `F.multi_head_attenti
 (`nn.MultiheadAttention`), asked once more for its weights; and attention written out, a softmax
 whose result is multiplied with the values. Weights on their way from softmax to product are known
 by id, so `_Weights` holds the tensor. A call in a backward pass is a checkpoint's repetition and is
-not read again.
+not read again. Further kinds of attention may be read freely, under the same rule.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 more than `_MOST_VALUES` values are skipped, and labels are followed for about `_MOST_SAMPLES`
 samples. Samples of few numbers, one-hot rows and small batches repeat by chance and are left out.
 Sizes are in float64, because squares of large inputs overflow float32. The thresholds are tuned on
-the healthy models of `benchmarks diagnosis`; run it after a change.
+the healthy models of `benchmarks diagnosis`; run it after a change. Further facts may be counted
+freely.
 """
 
 from __future__ import annotations

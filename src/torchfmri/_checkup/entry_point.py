@@ -4,7 +4,8 @@
 `spared_grad`, so the model, `.grad` and random state come back also after an error.
 `diagnose_script` serves the command line: the script runs as the user wrote it, on its own model,
 with a Monitor on the first model that trains. `_Enough` ends it and is a BaseException, so that an
-`except Exception` in the script does not catch it.
+`except Exception` in the script does not catch it. The facts of the last line of a report may
+change freely.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from torchfmri._arguments import check_callable, check_number, require
+from torchfmri._arguments import check_callable, check_module, check_number, require
 from torchfmri._checkup.run import Checkup
 from torchfmri._checkup.users_step import OwnStep, check_steps, untouched
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
@@ -62,8 +63,8 @@ def diagnose(
     Args:
         model: The model, in the mode in which it is trained.
         batches: A DataLoader or any iterable of batches, taken from the start and again if there
-            are too few: (x, y), (x1, x2, y), a dict of keyword arguments, or a tensor. Of an
-            iterator the batches are used up.
+            are too few: (x, y), (x1, x2, y), a dict of keyword arguments, or a tensor. The
+            batches of an iterator are used up.
         loss: A function of output and target, or of the output alone; None if the model returns
             its loss.
         optimizer: The optimizer, several, or a function of the parameters that makes one.
@@ -89,11 +90,7 @@ def diagnose(
         ...     print(finding.problem)
         probabilities_as_logits
     """
-    if not isinstance(model, nn.Module):
-        raise InspectionError(
-            f"diagnose takes an nn.Module, not {type(model).__name__}. Give the model that you "
-            "train."
-        )
+    check_module("model", model)
     if optimizer is None:
         raise InspectionError(
             "diagnose needs the optimizer that trains the model. Give optimizer=, or a function of "

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchfmri._checkup.users_step import Lost
-from torchfmri._checkup.weights import real
+from torchfmri._checkup.weights import dense, is_finite, real
 from torchfmri._diagnosis import Notes
 
 _SAMPLE = 4096  # about how many values of a gradient are kept per step
@@ -145,9 +145,10 @@ class GradientWatch:
     def _look_at_update(self, optimizer: Optimizer) -> None:
         trained = [each for group in optimizer.param_groups for each in group["params"]]
         found = [each for each in trained if each.grad is not None]
-        if not all(_is_finite(parameter.grad) for parameter in found):
+        gradients = [each.grad for each in trained if each.grad is not None]
+        if not all(map(is_finite, gradients)):
             raise Lost
-        now = [_norm(parameter.grad) for parameter in found]
+        now = list(map(_norm, gradients))
         if any(id(parameter) in self._tainted for parameter in found):
             self.stale = True
         raw = [self._raw.get(id(parameter), math.nan) for parameter in found]
@@ -190,20 +191,10 @@ class GradientWatch:
                 self._used.add(id(parameter))
 
 
-def _norm(gradient: Tensor | None) -> float:
+def _norm(gradient: Tensor) -> float:
     # In float64: the squares of large gradients overflow float32.
-    values = _dense(gradient)
-    wide = torch.complex128 if values.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(values, dtype=wide).real)
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return bool(torch.isfinite(_dense(gradient)).all())
-
-
-def _dense(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    wide = torch.complex128 if gradient.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(dense(gradient), dtype=wide).real)
 
 
 def _clip_factor(before: float, after: float) -> float:

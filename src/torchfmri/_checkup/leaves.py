@@ -2,7 +2,8 @@
 
 `Checkup` looks at the first two steps. A tensor that a step makes for itself is a new one at the
 next step, so only leaves that stay are reported. Walks over the graph are bounded (`_BRANCH`): in a
-deep residual net the cost would grow with the square of the depth.
+deep residual net the cost would grow with the square of the depth. `_BRANCH` may change freely: it
+only weighs time against long branches.
 """
 
 from __future__ import annotations

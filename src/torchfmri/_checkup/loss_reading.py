@@ -3,7 +3,8 @@
 `Checkup` calls `loss_facts` once, after the first step, with what `LossWatch` and `Watcher` saw.
 `score_of` calls the user's loss again on made-up outputs, on a copy and with random state restored,
 so that it leaves no trace. A fact that cannot be read keeps its default, which never leads to a
-finding: guess nothing here, because a false alarm accuses a right loss.
+finding: guess nothing here, because a false alarm accuses a right loss. Further facts may be added,
+each with such a default.
 """
 
 from __future__ import annotations

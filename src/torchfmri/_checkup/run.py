@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar
@@ -26,7 +25,7 @@ from torchfmri._checkup.loss_reading import constant_layers, loss_facts, parts_o
 from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.users_step import Lost, OwnStep, Split, loss_in_step, split_batch
 from torchfmri._checkup.watcher import StepLog, Watcher
-from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
+from torchfmri._checkup.weights import copied_tables, has_equal_rows, is_finite, rms
 from torchfmri._diagnosis import (
     ConstantLayer,
     LossFacts,
@@ -161,8 +160,8 @@ class Checkup:
                 self._softmaxes = watcher.last_detailed.softmaxes.misplaced
                 self._constants = constant_layers(watcher)
             watcher.last_detailed.release()
-        lost = lost or (isinstance(value, Tensor) and not _is_finite(value))
-        updated = not lost and not all(map(_is_finite, self._copies.model.parameters()))
+        lost = lost or (isinstance(value, Tensor) and not is_finite(value))
+        updated = not lost and not all(map(is_finite, self._copies.model.parameters()))
         if lost or updated:
             self._trace_back(number, batch, split, state, updated)
             return False
@@ -177,7 +176,7 @@ class Checkup:
         if not value.requires_grad:
             self._loss_has_graph = False
             return value
-        if not _is_finite(value):
+        if not is_finite(value):
             raise Lost
         value.backward()  # type: ignore[no-untyped-call]
         for optimizer in copies.optimizers:
@@ -235,7 +234,7 @@ class Checkup:
     def _bad_update(self, number: int) -> Finding:
         """Return the finding about weights that only the update made non-finite."""
         parameters = parameters_of(self._copies.model)
-        bad = [name for name, each in parameters.items() if not _is_finite(each)]
+        bad = [name for name, each in parameters.items() if not is_finite(each)]
         return alarm(
             "nonfinite_update",
             layers=tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad)),
@@ -342,10 +341,6 @@ class Checkup:
                 gradient=self._watcher.gradients.kinds.get(name, "none"),
             )
         return found
-
-
-def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values.detach()).all())
 
 
 def _no_step(*_: Any, **__: Any) -> None:

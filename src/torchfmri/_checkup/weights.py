@@ -2,7 +2,8 @@
 
 The files of this room use them. Complex numbers count as pairs of real ones. `noise_scale` is the
 unbiased estimate of McCandlish et al. 2018, with the steps of a run in place of examples. They must
-stay without side effects, because hooks call them in the middle of the user's pass.
+stay without side effects, because hooks call them in the middle of the user's pass. How they are
+computed may change freely.
 """
 
 from __future__ import annotations
@@ -98,3 +99,13 @@ def noise_scale(samples: list[Tensor], batch: float) -> float:
 def real(values: Tensor) -> Tensor:
     """Return complex numbers as pairs of real ones."""
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient, which an embedding may have made sparse, without graph."""
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values of a tensor, or of a sparse gradient, are finite."""
+    return bool(torch.isfinite(dense(values)).all())

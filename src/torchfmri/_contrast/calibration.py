@@ -2,7 +2,8 @@
 
 `Contrast.calibrate` returns a `Calibration`, which is public and stands in `.contrast` files:
 fields may be added with a default, none may go. `bound` must stay exact (a binomial distribution),
-because tests and benchmarks judge every statistical path by it.
+because tests and benchmarks judge every statistical path by it. The sentence that `print` shows may
+change freely.
 """
 
 from __future__ import annotations

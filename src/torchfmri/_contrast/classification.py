@@ -3,8 +3,9 @@
 `Scan.classify` calls `classify`; it is a second opinion beside `contrast`. A ridge probe is trained
 on some prompts and tried on the others, of which nothing may be looked at: scaling is learnt from
 the prompts for training, and the penalty is fixed in advance. Folds are drawn without regard to the
-labels, so that shuffled labels go through exactly the same, or p would be too small. Index
-letters: n prompts, w features, m relabellings (the true labels first).
+labels, so that shuffled labels go through exactly the same, or p would be too small. The table may
+change freely; another probe would change results that people have published. Index letters: n
+prompts, w features, m relabellings (the true labels first).
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 `Scan.contrast` and `torchfmri.contrast` make a `PromptTable` and call `compare`. `ContrastTrial` is
 the whole path from labels to what survives; `calibrate` runs it again with shuffled labels, so
 every step that decides something must be inside `decide`. The words of the options are nilearn's
-and are public. Columns are worked on in blocks, because a table may be larger than memory.
+and are public. Columns are worked on in blocks, because a table may be larger than memory. A new
+test is a function in `group_tests` and a branch of `_test`; how columns are cut into blocks may
+change freely.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torchfmri._contrast.prompt_table import PromptTable, blocks
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.remarks import remarks_of
 from torchfmri._contrast.weights import Definition, read_weights, words
+from torchfmri._text import listed
 from torchfmri.exceptions import InspectionError
 
 TESTS = ("t", "permutation")
@@ -206,8 +209,7 @@ def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
         )
     found = table.rows(np.array([side[key] for side in sides for key in shared]))
     if alone:
-        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
-        found.notes.append(f"{len(alone)} prompts without a partner are left out: {shown}")
+        found.notes.append(f"{len(alone)} prompts without a partner are left out: {listed(alone)}")
     return found
 
 

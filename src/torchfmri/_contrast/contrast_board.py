@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._contrast.corrections import adjust_bonferroni, adjust_fdr
+from torchfmri._contrast.comparison import TestOptions, threshold
 from torchfmri._contrast.picture import block_number, opacities
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.thresholds import count_sentence, outline_meaning, threshold_title
@@ -156,28 +156,19 @@ class ContrastBoard(Board):
         return len(self._pieces)
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """Return the effect, as far as there is one, and the statistic."""
+        """Return the effect, if there is one, and the statistic."""
         contrast, level = self.contrast, self.contrast.level
         strongest = "" if level == "layer" else f" The strongest {level} of each layer."
-        test = f"{contrast.test} over {self._prompts()}"
+        size = f"In standard deviations over prompts.{strongest}"
+        apart, unit = f"Of the means over prompts.{strongest}", contrast.metric.replace("_", " ")
+        test = f"{contrast.test} over {self._prompts()}.{strongest}"
+        signed, statistic = not contrast.is_f, "F" if contrast.is_f else "t"
         found = [
-            Metric(
-                "g", "Effect size", f"In standard deviations over prompts.{strongest}", "Hedges g",
-                signed=True,
-            ),
-            Metric(
-                "effect", "Difference", f"Of the means over prompts.{strongest}",
-                f"difference of {contrast.metric.replace('_', ' ')}", signed=not contrast.is_f,
-            ),
-            Metric(
-                "statistic", "F" if contrast.is_f else "t", f"{test}.{strongest}",
-                "F" if contrast.is_f else "t", signed=not contrast.is_f,
-            ),
-            Metric("opacity", "", "", shown=False),
-            Metric("survives", "", "", shown=False),
-            Metric("p", "", "", shown=False),
-            Metric("q", "", "", shown=False),
-        ]  # fmt: skip
+            Metric("g", "Effect size", size, "Hedges g", signed=True),
+            Metric("effect", "Difference", apart, f"difference of {unit}", signed=signed),
+            Metric("statistic", statistic, test, statistic, signed=signed),
+            *(Metric(name, "", "", shown=False) for name in ("opacity", "survives", "p", "q")),
+        ]
         return [each for each in found if not np.isnan(self._shades[0][each.name]).all()]
 
     def _prompts(self) -> str:
@@ -298,14 +289,14 @@ class ContrastBoard(Board):
             return ()
         contrast = self._judged[sequence]
         peak = contrast.row(index)
+        level = f"{1 - self.contrast.alpha:.0%}"
         pairs = {
             "n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a),
-            f"{1 - self.contrast.alpha:.0%} interval of g":
-                f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
+            f"{level} interval of g": f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
             "F" if contrast.is_f else "t": number_text(contrast.statistic[index]),
             "degrees of freedom": number_text(peak.dof),
             "p": number_text(peak.p),
-        }  # fmt: skip
+        }
         if _is_corrected(contrast):
             pairs["q"] = number_text(peak.q)
         if contrast.height_control is not None:
@@ -346,11 +337,8 @@ def _thresholds(contrast: Contrast) -> list[Contrast]:
         own = control == contrast.height_control
         if own and (control is None or alpha == contrast.alpha):
             continue
-        adjust = adjust_bonferroni if control == "bonferroni" else adjust_fdr
-        q = adjust(contrast.p) if control else contrast.p
-        with np.errstate(invalid="ignore"):
-            survives = q <= alpha if control else np.zeros(q.shape, np.bool_)
-        known = alpha if control else contrast.alpha
+        q, survives = threshold(contrast.p, None, TestOptions(alpha or 0.05, control))
+        known = alpha or contrast.alpha
         found.append(replace(contrast, height_control=control, alpha=known, q=q, survives=survives))
     return found
 

@@ -2,7 +2,7 @@
 
 The methods of `Contrast` call these functions. All three tables have the columns of
 `Contrast.headings`, which are public. In JSON, None stands for what is not finite, because JSON has
-no NaN.
+no NaN. Which columns the text shows may change freely.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Written out here because the package needs torch and numpy only, and neither has them. SciPy is the
 oracle in the tests: both agree to 1e-10 relative, down to probabilities of 1e-200. That is why x
-and 1 - x are passed separately: tails that small are lost when one is computed from the other.
+and 1 - x are passed separately: tails that small are lost when one is computed from the other. The
+method may change freely as long as the tests with SciPy pass.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def t_tail(t: ArrayLike, dof: ArrayLike, *, two_sided: bool = True) -> Doubles:
 def t_power(
     shift: float, dof: float, alpha: float, *, two_sided: bool = True, points: int = 20_001
 ) -> float:
-    """Return how often a t-test at `alpha` finds something if t is noncentral, shifted by so much.
+    """Return how often a t-test at `alpha` finds something if t is noncentral, shifted by `shift`.
 
     Given the estimated spread u the statistic is normal, so it is integrated over the distribution
     of u, that of chi over the root of its degrees of freedom.
@@ -84,7 +85,7 @@ def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
 
 
 def t_quantile(share: float, dof: float) -> float:
-    """Return the t below which so large a share lies, by Newton's method.
+    """Return the t below which this share of the distribution lies, by Newton's method.
 
     Examples:
         >>> round(t_quantile(0.975, 10.0), 6)
@@ -106,7 +107,7 @@ def t_quantile(share: float, dof: float) -> float:
 
 
 def normal_quantile(share: float) -> float:
-    """Return the z below which so large a share lies."""
+    """Return the z below which this share of the normal distribution lies."""
     return NormalDist().inv_cdf(share)
 
 
@@ -117,7 +118,7 @@ def incomplete_beta(a: Doubles, b: Doubles, x: Doubles, y: Doubles) -> Doubles:
         a: Above zero.
         b: Above zero.
         x: From 0 to 1.
-        y: 1 - x, given apart because it may be too small to be had from x.
+        y: 1 - x, given apart because it may be too small to be computed from x.
     """
     shape = np.shape(x)
     a, b, x, y = (np.atleast_1d(np.asarray(each, float)).ravel() for each in (a, b, x, y))

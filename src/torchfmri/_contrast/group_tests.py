@@ -4,7 +4,8 @@
 a `Contrast`. A prompt counts once, whatever its length: tokens of one prompt are not independent.
 Results equal those of scipy and statsmodels to 1e-10, which `test_contrast.py` checks. Differences
 as small as the rounding of float32 do not count as variance: without this rule constant columns
-would be "significant". Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
+would be "significant". How sums are formed may change freely as long as these comparisons pass.
+Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `Scan.glm` returns a `GLM`, and `GLM.contrast` tests its coefficients. At the first level each
 prompt has a regression of its own over its tokens; only its coefficients go on. At the second level
 these are regressed on what is known of the prompts (`second_level`). So the unit of replication is
-the prompt, and tokens that resemble their neighbours do no harm. `GLM` is public. Index letters: n
-prompts, v columns, k regressors, q contrasts.
+the prompt, and tokens that resemble their neighbours do no harm. `GLM` is public. Its table and
+figure may change freely. Index letters: n prompts, v columns, k regressors, q contrasts.
 """
 
 from __future__ import annotations

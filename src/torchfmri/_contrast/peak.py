@@ -1,7 +1,7 @@
 """One row of the table of a contrast; `Contrast.peaks` returns a list of these.
 
 `Peak` is public. Its fields are also the headings of CSV, Parquet and JSON exports: new ones go to
-the end, none may be renamed.
+the end, none may be renamed. How a row is computed stands in `record`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Peak(NamedTuple):
         module: The type of the layer's module.
         kind: "layer", "units", "head", "expert", "unit" or "feature".
         head: The number of the head or expert; None for others.
-        unit: The first unit; None for a layer. Of a feature, its number.
+        unit: The first unit; the number of a feature; None for a layer.
         n: Prompts in all.
         n_a: Prompts on the positive side; None for an F-test and a linear model, without sides.
         n_b: Prompts on the negative side; None for the same tests.

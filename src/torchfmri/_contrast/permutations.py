@@ -4,8 +4,8 @@
 whatever the distribution of the values, so the share of relabellings that reach what was seen is a
 p-value. The largest statistic of each relabelling is the null distribution of the largest one of
 all columns: what exceeds it holds for the whole family. The true labelling is always among the
-relabellings, so that p is never 0. It must be computed exactly as the others are, or
-rounding would decide whether it reaches itself.
+relabellings, so that p is never 0. It must be computed exactly as the others are, or rounding would
+decide whether it reaches itself. The order in which columns are worked on may change freely.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Permuted(NamedTuple):
         p: (v,) by each column's own distribution; nan where it was not tested.
         p_max: (v,) by that of the largest statistic of all columns.
         number: How many relabellings there are, the true one among them.
-        exact: Whether these are all that there are.
-        least: The smallest p that can be had.
+        exact: Whether these are all possible ones.
+        least: The smallest p that they allow.
     """
 
     p: Doubles
@@ -66,7 +66,7 @@ def permute(
             left out.
         statistic: Computes the statistic of some columns, for all relabellings.
         relabellings: How many there are.
-        exact: Whether these are all that there are.
+        exact: Whether these are all possible ones.
         mirrored: Whether every relabelling has one beside it that only changes the sign.
         two_sided: Whether the size counts and not the sign.
     """
@@ -106,7 +106,7 @@ def _slightly_below(target: Doubles) -> Doubles:
 def relabel(
     groups: NDArray[np.int64], number: int, random: np.random.Generator
 ) -> tuple[NDArray[np.int64], bool]:
-    """Return (m, n) labels, the true ones first, and whether they are all that there are.
+    """Return (m, n) labels, the true ones first, and whether these are all possible ones.
 
     Two groups with few prompts are enumerated; else labels are drawn.
     """
@@ -124,7 +124,7 @@ def relabel(
 
 
 def flip(n: int, number: int, random: np.random.Generator) -> tuple[Doubles, bool]:
-    """Return (m, n) signs of n differences, all + first, and whether these are all there are."""
+    """Return (m, n) signs of n differences, all + first, and whether these are all possible."""
     if n < 63 and 2**n <= number:
         return np.array(list(product((1.0, -1.0), repeat=n))), True
     drawn = random.choice([1.0, -1.0], size=(number, n))

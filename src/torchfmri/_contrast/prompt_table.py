@@ -3,7 +3,8 @@
 `_scan/prompts` makes a `PromptTable`, and everything in this room reads it; the tests of this room
 make tables without any scan. nan marks a prompt without a value. `vectors` is a function and not an
 array: mean vectors are large, and few contrasts need them. Fields may be added with a default; nan
-must stay the only mark of a missing value, because every test counts prompts by it.
+must stay the only mark of a missing value, because every test counts prompts by it. The size of a
+block may change freely.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PromptColumns:
         layer: (v,) the layer's name.
         module: (v,) the type of its module.
         kind: (v,) "layer", "units", "head", "expert", "unit" or "feature".
-        start: (v,) its first unit; 0 for a layer. Of a feature, its number.
+        start: (v,) its first unit; the number of a feature; 0 for a layer.
         count: (v,) how many units it has; 0 for a layer.
         label: (v,) the user's text for a feature, "" where there is none; None without features.
     """
@@ -58,7 +59,7 @@ class PromptColumns:
 
     @property
     def names(self) -> list[str]:
-        """What each is called: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]", "L2[feature 5]"."""
+        """The column names: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]", "L2[feature 5]"."""
         parts = zip(self.layer, self.kind, self.head, self.start, self.count, strict=True)
         return [_name(*part) for part in parts]
 
@@ -133,7 +134,7 @@ class PromptTable:
 
 
 def blocks(values: NDArray[Any], rows: int = 0) -> Iterator[slice]:
-    """Yield slices of columns, so many that their values take about BLOCK_BYTES as float64.
+    """Yield slices of columns whose values take about BLOCK_BYTES as float64.
 
     Args:
         values: (n, v).

@@ -3,7 +3,7 @@
 `compare`, `GLM.contrast` and `load_contrast` make one. Most methods hand it to the file that does
 the work (`contrast_table`, `picture`, `report`, `saving`); their documentation stands here because
 users look for it here. All fields are public, and most of them stand in `.contrast` files
-(`saving`): new ones need a default.
+(`saving`): new ones need a default. The sentences of `summary` may change freely.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def _about_columns(
     said = []
     for what, which in (
         ("have no value and are not tested", none),
-        ("lack finite values for so many prompts that they are not tested", partly & untested),
+        ("lack finite values for too many prompts and are not tested", partly & untested),
         ("lack finite values for some prompts, which are left out there", partly & ~untested),
         ("do not vary within the conditions: an effect, but no test", constant),
     ):

@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchfmri._arguments import check_file
+from torchfmri._arguments import check_file, few
 from torchfmri._files import new_file
 
 if TYPE_CHECKING:
@@ -73,11 +73,10 @@ class ContrastReport:
             self.contrast.conditions, self.contrast.weights.T, strict=True
         ):
             names = self.contrast.prompts[condition]
-            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             weight = ", ".join(f"{each:+.3g}" for each in weights)
             rows.append(
                 f"<tr><th>{escape(condition)}</th><td>{weight}</td><td>{len(names)}</td>"
-                f'<td class="small">{escape(shown)}</td></tr>'
+                f'<td class="small">{escape(few(names, _SHOWN))}</td></tr>'
             )
         head = "<tr><th>condition</th><th>weight</th><th>prompts</th><th>names</th></tr>"
         return f'<table class="design">{head}{"".join(rows)}</table>'

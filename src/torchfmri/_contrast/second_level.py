@@ -8,6 +8,7 @@ column. The code may change freely as long as that comparison holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,24 +94,12 @@ def fit(level: Level, weights: Doubles, options: TestOptions) -> Tested:
         InspectionError: There are no degrees of freedom, or the regressors follow from each other.
     """
     known = np.isfinite(level.values)
-    complete = known.all(1)
-    whole = known[complete | ~known.any(1)].all() if len(known) else False
-    rows = np.flatnonzero(known.any(1))
-    design, values = level.design[rows], level.values[rows]
+    rows = known.any(1)
+    design, usable = level.design[rows], known[rows].all(0)
     n, k = design.shape
-    if np.linalg.matrix_rank(design) < k:
-        raise InspectionError(
-            f"The regressors {', '.join(level.names)} follow from each other over {n} prompts: "
-            "leave one out, or scan prompts that tell them apart."
-        )
-    if n <= k:
-        raise InspectionError(
-            f"{n} prompts and {k} regressors: nothing is left to estimate the spread from. Scan "
-            "more prompts, or leave regressors out."
-        )
+    _require_freedom(level.names, design)
     inverse = np.linalg.inv(design.T @ design)
-    usable = np.ones(values.shape[1], bool) if whole else np.isfinite(values).all(0)
-    filled = np.where(usable, values, 0.0)
+    filled = np.where(usable, level.values[rows], 0.0)
     beta = inverse @ (design.T @ filled)
     residual = filled - design @ beta
     dof = float(n - k)
@@ -140,3 +129,18 @@ def fit(level: Level, weights: Doubles, options: TestOptions) -> Tested:
         dof=freedom,
         p=t_tail(t, freedom, two_sided=options.two_sided),
     )
+
+
+def _require_freedom(names: Sequence[str], design: Doubles) -> None:
+    """Raise if a design (n, k) leaves nothing to test its coefficients with."""
+    n, k = design.shape
+    if np.linalg.matrix_rank(design) < k:
+        raise InspectionError(
+            f"The regressors {', '.join(names)} follow from each other over {n} prompts: leave one "
+            "out, or scan prompts that tell them apart."
+        )
+    if n <= k:
+        raise InspectionError(
+            f"{n} prompts and {k} regressors: nothing is left to estimate the spread from. Scan "
+            "more prompts, or leave regressors out."
+        )

@@ -2,8 +2,8 @@
 
 `cost_run` and the growth laws call `count_step`. Counts are exact and the same in every run:
 nothing here may depend on time or on the allocator. Garbage collection rests while it counts, and
-runs once after the forward pass only if more is alive than was saved, since cycles would
-count as memory that the step needs.
+runs once after the forward pass only if more is alive than was saved, since cycles would count as
+memory that the step needs. Further counts may be added freely.
 """
 
 from __future__ import annotations

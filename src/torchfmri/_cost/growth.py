@@ -2,7 +2,7 @@
 
 `cost_run` calls `fit_growth` and hands `Growth` to the user as `cost.growth`. It is public:
 attributes and `to_dict` must stay. An axis of which one size was measured has no law, and
-predictions along it are refused instead of guessed.
+predictions along it are refused instead of guessed. The table and the notes may change freely.
 """
 
 from __future__ import annotations

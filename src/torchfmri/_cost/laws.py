@@ -3,7 +3,8 @@
 `growth` fits them. Counts are whole numbers that follow a polynomial exactly, so a good fit has no
 residual; `error` says how far it is off. The peak is not fitted itself: every allocation has its
 own law, and the highest point of all may lie elsewhere at other sizes. That needs the same program
-at every size (`same_program`).
+at every size (`same_program`). How a law is fitted may change freely as long as exact counts give
+an error of 0.
 """
 
 from __future__ import annotations

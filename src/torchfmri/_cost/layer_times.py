@@ -4,7 +4,8 @@
 once with a mark at every change of layer. The time between two marks belongs to the layer between
 them. The marks cost the difference between the fastest marked and the fastest plain round; all
 marks share it equally, and it is subtracted. On CUDA a mark is an event in the stream: asking for
-the time instead would wait for the device at every layer.
+the time instead would wait for the device at every layer. Another kind of device needs a clock
+beside `HostClock` and `CudaClock`.
 """
 
 from __future__ import annotations

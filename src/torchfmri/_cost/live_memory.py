@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchfmri._capture import FORWARD, Position
 from torchfmri._cost.flops import flops_of, is_heavy, operation_name
-from torchfmri._torch import DispatchMode
+from torchfmri._torch import DispatchMode, flatten
 
 Place = tuple[str, str]
 """A phase and a layer."""
@@ -179,7 +179,7 @@ class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]
         return (self._position.phase, self._position.layer) if self._position else ("", "")
 
     def _notice(self, output: Any, taken: int) -> None:
-        sizes = [self._storages.add(each, None) for each in _tensors(output)]
+        sizes = [self._storages.add(each.tensor, None) for each in flatten(output)]
         if self._device is None:
             for size in filter(None, sizes):
                 self.live += size
@@ -212,11 +212,3 @@ class _Workspace:
         if self._device is None:
             return 0
         return torch.cuda.max_memory_allocated(self._device) - self._before
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return []

@@ -2,7 +2,8 @@
 
 `cost_run` asks for it at every size, `trial` for the batch size. Axis 0 is the batch and axis 1 of
 token numbers or (b, s, width) floats the length; other data needs a function of the user's. Data is
-cut or repeated and never padded, so that the same program runs at every size.
+cut or repeated and never padded, so that the same program runs at every size. Which axis is the
+batch and which the length is documented and must stay.
 """
 
 from __future__ import annotations

@@ -236,13 +236,9 @@ TECHNIQUES = (
 
 def parts_of(value: Any, pieces: int, batch: int) -> list[Any]:
     """Split data into equal parts along the batch; data without a batch goes into every part."""
-    if isinstance(value, Tensor):
-        if value.ndim and value.shape[0] == batch:
-            return list(value.chunk(pieces))
-        return [value] * pieces
-    return [map_tensors(value, partial(_part, pieces, batch, part)) for part in range(pieces)]
 
+    def part_of(part: int, tensor: Tensor) -> Tensor:
+        has_batch = tensor.ndim > 0 and tensor.shape[0] == batch
+        return tensor.chunk(pieces)[part] if has_batch else tensor
 
-def _part(pieces: int, batch: int, part: int, tensor: Tensor) -> Tensor:
-    found: Tensor = parts_of(tensor, pieces, batch)[part]
-    return found
+    return [map_tensors(value, partial(part_of, part)) for part in range(pieces)]

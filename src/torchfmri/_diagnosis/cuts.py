@@ -246,7 +246,7 @@ INITIAL_LOSS = above(
 GAIN = above(
     4.0,
     "rms of a matrix x sqrt(fan in), together with a symptom",
-    "0.58 is PyTorch's default for Linear, 1.41 Kaiming's: outputs are so many times the inputs",
+    "0.58 is PyTorch's default for Linear, 1.41 Kaiming's: the ratio of outputs to inputs",
 )
 LOGITS_LEFT = below(
     0.01,

@@ -64,7 +64,7 @@ def _against_vanishing(seen: Observation) -> str:
 
 
 def _absent(seen: Observation) -> list[str]:
-    """Return what would keep sizes along the depth but is absent, as far as can be seen."""
+    """Return what would keep sizes along the depth but does not seem to be in the model."""
     found = []
     if not any("Norm" in kind for kind in seen.structure.kinds.values()):
         found.append("normalisation")

@@ -61,9 +61,9 @@ class WeightGrowth(NamedTuple):
 def growth_outside(trace: RunTrace) -> WeightGrowth:
     """Compare each parameter with itself, and with the updates in between.
 
-    A norm grows and shrinks by no more than the norm of the update. Of a large parameter the same
-    sample is compared each time, so that it does not matter which rows an update concerns. Updates
-    of steps that were not watched are taken to be as large as the larger one of those around them.
+    A norm grows and shrinks by no more than the norm of the update. A large parameter is
+    compared by the same sample each time, so that it does not matter which rows an update concerns.
+    Updates of steps that were not watched count as the larger one of the updates around them.
     """
     weights, place = trace.weights, np.arange(len(trace))[:, None]
     known = weights > 0

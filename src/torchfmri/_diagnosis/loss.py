@@ -236,7 +236,7 @@ def logits_left(seen: Observation) -> float:
 
 
 def logits_too_small(seen: Observation) -> Iterator[Finding]:
-    """Find logits that are divided by so much that every class is as likely as the others."""
+    """Find logits that are so small that every class is as likely as the others."""
     left, loss = logits_left(seen), seen.loss
     if not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
         return

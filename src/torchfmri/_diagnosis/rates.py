@@ -1,8 +1,9 @@
 """Learning rates of the groups of parameters and over the steps, in numbers and in words.
 
 The files about the optimizer read them. Rates are compared with the nearest other group, not with
-the mean: layer-wise decay is a ladder of rates without a wide step. Rates come from the run
-if there was one, because a scheduler's first rate may be 0.
+the mean: layer-wise decay is a ladder of rates without a wide step. Rates come from the run if
+there was one, because a scheduler's first rate may be 0. The advice may be reworded freely; how far
+groups may be apart is a cut.
 """
 
 from __future__ import annotations

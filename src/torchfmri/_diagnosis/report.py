@@ -24,6 +24,7 @@ from torchfmri._text import (
     DIM,
     RED,
     encodable,
+    few,
     layer_label,
     line_width,
     output_style,
@@ -132,9 +133,8 @@ class Diagnosis(Sequence[Finding]):
         return self.findings[place]
 
     def __repr__(self) -> str:
-        named = ", ".join(each.problem for each in self.findings[:3]) or "nothing found"
-        more = f" and {len(self) - 3} more" if len(self) > 3 else ""
-        return f"<Diagnosis of {self.model}: {named}{more}, {plural(self.steps, 'step')}>"
+        named = few(each.problem for each in self.findings) or "nothing found"
+        return f"<Diagnosis of {self.model}: {named}, {plural(self.steps, 'step')}>"
 
     def __str__(self) -> str:
         return self.text()
@@ -212,10 +212,8 @@ class Diagnosis(Sequence[Finding]):
 
 def _headline(finding: Finding) -> str:
     """Return a finding in one line: "alarm: dead units in 1 (forward, step 0)"."""
-    layers = [layer_label(each) for each in finding.layers]
-    named = ", ".join(layers[:_MOST_LAYERS])
-    more = f" and {len(layers) - _MOST_LAYERS} more" if len(layers) > _MOST_LAYERS else ""
-    where = f" in {named}{more}" if layers else ""
+    named = few(map(layer_label, finding.layers), _MOST_LAYERS)
+    where = f" in {named}" if named else ""
     when = "" if finding.step is None else f", step {finding.step}"
     name = finding.problem.replace("_", " ")
     return f"{finding.severity}: {name}{where} ({finding.phase}{when})"

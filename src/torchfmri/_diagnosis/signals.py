@@ -1,9 +1,9 @@
 """Signals: numbers of an observation that are compared with a cut.
 
 The diagnoses and `benchmarks diagnosis` read them. Each returns one number or one number per step,
-and NaN if it is not known: comparisons with a cut are written so that NaN gives no finding (`not
-x < cut`). Changing a signal moves all figures that its cut was measured with; run `benchmarks
-diagnosis --thresholds` before and after.
+and NaN if it is not known: comparisons with a cut are written so that NaN gives no finding (`not x
+< cut`). Changing a signal moves all figures that its cut was measured with; run `benchmarks
+diagnosis --thresholds` before and after. A faster way to the same number is welcome.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SMALL_GAIN = 0.2
 _EQUAL = 1e-3  # relative difference of sums that are equal but for rounding
 _APART = 1.1  # ratio from which on the factors of two biases differ
 _SCALED, _SOME = 0.2, 0.1
-"""A GradScaler's scale is 8 or more; so many exact powers of two are not chance."""
+"""A GradScaler's scale is 8 or more, and exact powers of two in more than a tenth of the steps are
+not chance."""
 LEAST_STEPS = 10
 _LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
 """Samples to judge units by: in general, and if not a single unit was ever on."""

@@ -1,8 +1,9 @@
 """What a model and its optimizers are before anything runs: layers, parameters, who is trained.
 
-A check-up, a Monitor and `live` call `describe` once. Parameters are listed once, under their
-first full name, and wrappers (DDP, compile) are not part of the names. `kinds`, `parameters` and
-`modes` keep model order, because a Monitor takes it for the order of execution.
+A check-up, a Monitor and `live` call `describe` once. Parameters are listed once, under their first
+full name, and wrappers (DDP, compile) are not part of the names. `kinds`, `parameters` and `modes`
+keep model order, because a Monitor takes it for the order of execution. Further facts may be read
+here, as long as nothing runs the model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `LiveDiagnosis` adds steps one by one, `trace_of` takes a whole history. The steps are those of
 `_records.History`; arrays are made from their tables when asked for and dropped at the next step,
 so a diagnosis must not write into them. The rms leaves out NaN and infinity, and `updates` is NaN
-where no optimizer stepped and 0 if one changed nothing.
+where no optimizer stepped and 0 if one changed nothing. A further field is an entry of `_FIELDS`;
+how arrays are cached may change freely.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class RunTrace:
 
     @property
     def changes(self) -> Floats:
-        """(step, parameter): norm of what the optimizer changed, of all its steps in a step."""
+        """(step, parameter): norm of what the optimizer changed, over all its updates in a step."""
         return self._read_updates()[2]
 
     @property

@@ -70,7 +70,7 @@ def _change_elements(output: tuple[Any, ...] | list[Any], change: Change) -> Any
 
 
 def _first_value(values: Mapping[Any, Any]) -> Any:
-    """Return the key of the first tensor of two or more dimensions, else of one; else None."""
+    """Return the key of the first tensor, preferably one of two or more dimensions; or None."""
     for least in (2, 1):
         for key, value in values.items():
             if _is_value(value) and value.ndim >= least:

@@ -137,8 +137,8 @@ class Edit:
 
         Args:
             act: Is given the selected part, (rows, tokens, ..., units), and returns a tensor of the
-                same shape. Of `blocks.9.attn.hook_z`, `hook_q`, `hook_k` and `hook_v` it is given
-                (rows, tokens, head, d), as in TransformerLens; of one head, `L9H6`, (rows, tokens,
+                same shape. At `blocks.9.attn.hook_z`, `hook_q`, `hook_k` and `hook_v` it is given
+                (rows, tokens, head, d), as in TransformerLens; at one head, `L9H6`, (rows, tokens,
                 d). Under checkpointing it is called again and has to return the same.
         """
         is_function = callable(act) and not isinstance(act, type)
@@ -199,7 +199,7 @@ class Edit:
                 tensor (b, s) selects for each row.
             heads: Heads, if the place has them.
             units: Units (features, channels).
-            voxels: Voxels as a scan has them: heads in q/k/v projections, else 64 units.
+            voxels: Voxels as a scan has them: heads in q/k/v projections, 64 units in other layers.
             rows: Rows of the batch.
         """
         given: dict[str, Any] = {"heads": heads, "units": units, "voxels": voxels, "rows": rows}

@@ -113,9 +113,9 @@ def units_in(ranges: Ranges) -> list[int]:
 
 
 def tokens_in(tokens: Any, before: int, s: int) -> list[int]:
-    """Return the absolute positions that a selection means among those of one pass.
+    """Return the absolute positions of one pass that a selection means.
 
-    Positions of other passes are none of this one: they may be in the cache, or come later.
+    Positions of other passes are left out: they may be in the cache, or come later.
     """
     total = before + s
     if isinstance(tokens, slice):

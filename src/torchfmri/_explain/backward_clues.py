@@ -31,7 +31,7 @@ from torchfmri._explain.failed_backward import (
     written_tensor,
 )
 from torchfmri._explain.failure import Clues
-from torchfmri._text import layer_label
+from torchfmri._text import few, layer_label
 from torchfmri._torch import checkpointed_function, function_of, saved_count
 
 
@@ -130,7 +130,7 @@ def by_function(crash: Crash, match: re.Match[str]) -> Clues:
     places = {place_of(crash, node) for node in named}
     if len(places) > 1:
         where = sorted(layer_label(each.layer or each.near or "") for each in places)
-        facts.append(f"The graph has {len(named)} of them, in or after: {', '.join(where[:5])}.")
+        facts.append(f"The graph has {len(named)} of them, in or after: {few(where, 5)}.")
         return Clues(tuple(facts))
     place = places.pop()
     line = forward_line(named[0]) if len(named) == 1 else None
@@ -183,8 +183,7 @@ def by_unused(crash: Crash, match: re.Match[str]) -> Clues:
     names = [".".join(filter(None, owner)) for owner in unused]
     if not names:
         return Clues()
-    more = ", ..." if len(names) > 5 else ""
-    return Clues((f"Without a gradient: {', '.join(names[:5])}{more}.",), layer=unused[0][0])
+    return Clues((f"Without a gradient: {few(names, 5)}.",), layer=unused[0][0])
 
 
 def _at(crash: Crash, node: Any, *facts: str, cure: tuple[str, ...] = ()) -> Clues:

@@ -3,7 +3,8 @@
 Both are public. The user's exception must always come through: `explained` raises a known failure
 again as a subclass of the original's class, and leaves every other one as the same object. An error
 of ours while explaining becomes a note, never an exception. Only exceptions of Python and PyTorch
-are raised anew, because other classes may have constructors that cannot be copied.
+are raised anew, because other classes may have constructors that cannot be copied. Words, and the
+order of tables from special to general failures, may be refined.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from torchfmri._arguments import check_module, few
 from torchfmri._explain.backward_failures import BACKWARD_FAILURES
 from torchfmri._explain.crash import Crash, SourceLine, describe
 from torchfmri._explain.explanation import Explanation, short_path
@@ -279,12 +281,8 @@ def _place_facts(crash: Crash) -> tuple[str, ...]:
         for name, each in crash.module._parameters.items()
         if each is not None
     ]
-    facts = []
-    for verb, items in (("It was called with", given), ("It holds", held)):
-        more = f" and {len(items) - _MOST_TENSORS} more" if len(items) > _MOST_TENSORS else ""
-        if items:
-            facts.append(f"{verb} {', '.join(items[:_MOST_TENSORS])}{more}.")
-    return tuple(facts)
+    found = (("It was called with", given), ("It holds", held))
+    return tuple(f"{verb} {few(items, _MOST_TENSORS)}." for verb, items in found if items)
 
 
 def _hook_fact(crash: Crash) -> tuple[str, ...]:
@@ -295,8 +293,8 @@ def _hook_fact(crash: Crash) -> tuple[str, ...]:
 
 
 def _check_model(model: nn.Module | None) -> None:
-    if model is not None and not isinstance(model, nn.Module):
-        raise InspectionError(f"model must be an nn.Module or None, not {model!r}.")
+    if model is not None:
+        check_module("model", model)
 
 
 def _add_note(error: BaseException, text: str) -> None:

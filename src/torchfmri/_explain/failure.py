@@ -3,7 +3,8 @@
 Every table in `*_failures` is made of `Failure`, and every function that reads clues returns
 `Clues`. A failure without `error` matches only messages that PyTorch itself raised, so that a
 user's own `ValueError` with similar words is left alone. Patterns are searched in messages of
-several PyTorch versions: keep them loose.
+several PyTorch versions: keep them loose. A further field needs a default, because the tables have
+about a hundred entries.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchfmri._explain.crash import Crash
 from torchfmri._explain.failure import SIZES, Clues, Failure
+from torchfmri._text import few
 
 _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _ALIASES = {"long int": "long", "unsigned char": "byte", "float16": "half", "float64": "double"}
@@ -61,11 +62,8 @@ def by_keys(crash: Crash, _: re.Match[str]) -> Clues:
     missing = _keys(crash.message, "Missing")
     unexpected = _keys(crash.message, "Unexpected")
     shapes = re.findall(r"size mismatch for (\S+):", crash.message)
-    facts = tuple(
-        f"{len(keys)} {word}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else '.'}"
-        for word, keys in (("missing", missing), ("unexpected", unexpected), ("resized", shapes))
-        if keys
-    )
+    found = {"missing": missing, "unexpected": unexpected, "resized": shapes}
+    facts = tuple(f"{len(keys)} {word}: {few(keys)}." for word, keys in found.items() if keys)
     first = next(iter(shapes or missing), None)
     layer = first.rpartition(".")[0] if first and first.rpartition(".")[0] in crash.layers else None
     return Clues(facts, _prefix_cure(missing, unexpected), layer)

@@ -1,8 +1,8 @@
 """The forms that values of JSON may have, so that a wrong one is found where it is read.
 
 Histories, inspections, findings, contrasts and the table of places check with it right after
-parsing; their readers turn the error into a FileFormatError. True does not count as a number
-here, though bool is a subclass of int.
+parsing; their readers turn the error into a FileFormatError. True does not count as a number here,
+though bool is a subclass of int. Further forms may be added freely.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Readers of our files open them with `open_limited` or `read_regular`, never with
 be a link, a pipe that waits for ever, a device, or a sparse file of terabytes: each is refused with
 its reason. What is the file's fault raises FileFormatError; a failing disk or too many open files
 stay an OSError. A size is asked before anything is read, and checked again on the open descriptor.
+Limits may change freely; links, pipes and devices must stay refused.
 """
 
 from __future__ import annotations

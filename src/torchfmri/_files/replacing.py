@@ -4,7 +4,7 @@ All that is saved goes through `new_file` and `new_folder`; the store of scans u
 `held_alone`. The order matters: write beside, wait for the disk, rename, wait for the folder. Names
 of unfinished files (`.torchfmri-...`) and of folders set aside (`.NAME.replaced`) are looked for
 after a crash, by older versions too: they stay. tests/_files/test_faults.py kills writers and cuts
-their power.
+their power. `_OLD_SECONDS` may change freely.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _SEAL_BYTES = len(_SEAL % 0)
 
 
 def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
-    """Return the record as JSON in UTF-8; its last key, `crc32`, is that of the bytes before it.
+    """Return the record as JSON in UTF-8; its last key, `crc32`, is a checksum of all before it.
 
     Args:
         record: At least one key; strings, numbers, None, and lists and mappings of these.

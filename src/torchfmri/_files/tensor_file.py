@@ -6,7 +6,7 @@ the header, the header in JSON, the tensors without gaps. Other programs read th
 nothing may be added outside the metadata. It is small enough to do without the library, which
 neither calls fsync nor computes a checksum on the way. A header is somebody else's word: each
 number in it is checked before memory is taken for it. The arrays are views of the map: they keep it
-open, and cannot be written to.
+open, and cannot be written to. How many files are mapped at once may change freely.
 """
 
 from __future__ import annotations

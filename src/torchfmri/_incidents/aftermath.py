@@ -3,7 +3,8 @@
 `Hold` calls `look_into` when a step is bad. All processes must come through `report` together where
 steps are held, because they agree there on one finding and one folder; a process that raised
 earlier would leave the others waiting. So each part that can fail (running the step again, writing)
-only warns. What is raised in the end is the NonFiniteError that the user asked for.
+only warns. What is raised in the end is the NonFiniteError that the user asked for. Words may
+change freely; the order of agreeing, writing and raising must stay.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SPOILT = " The step has left {} non-finite as well: in evaluation mode the mode
 
 @dataclass(frozen=True)
 class IncidentSubject:
-    """A model whose steps are held, and what is asked about it.
+    """A guarded model, with everything that the guard has to know about it.
 
     Attributes:
         model: The model as it is trained.

@@ -2,7 +2,8 @@
 
 `hold` and `aftermath` ask it. Each function is collective: if one process calls it and another does
 not, training hangs. So no caller may return or raise before it in some processes only. Objects are
-exchanged by torch, which pickles them: they come from our own processes, never from a file.
+exchanged by torch, which pickles them: they come from our own processes, never from a file. What is
+exchanged may grow; every process must take part in every exchange.
 """
 
 from __future__ import annotations

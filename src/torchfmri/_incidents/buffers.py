@@ -4,7 +4,8 @@ The guard keeps them at each step, and `diagnose` around its own. A forward pass
 (running statistics) before anybody can see that it is bad. It costs one call for all copies in a
 step, and large buffers that nobody writes to are not copied. Batch norm writes without a new
 version, so versions alone must not decide what is copied. Values go back through `.data`, so that
-autograd counts no write.
+autograd counts no write. `LARGE` may change freely: it weighs the cost of copies against losing the
+first write to a large buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Owner: TypeAlias = "dict[str, Tensor | None]"
 
 
 class _KeptBuffer(NamedTuple):
-    """A buffer, where it stands, and a copy of it; none of a large one that nobody writes to."""
+    """A buffer, its place, and a copy of it; None if it is large and nobody has written to it."""
 
     owner: _Owner
     name: str

@@ -4,7 +4,8 @@ The guard reads `total_size` at every step, so it is one number in few launches,
 for it here. The norm of a gradient is NaN or infinite if any of its values is, and reading each
 gradient once is the cheapest exact test there is. A norm can also overflow by itself, so an alarm
 is checked value by value (`are_finite`) before anything is done about it. `readable` knows the
-kinds of tensors: a new one (another layout, eight bits) is added there.
+kinds of tensors: a new one (another layout, eight bits) is added there. `MOST_ROWS` may change
+freely.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Content:
 def read_content(tensor: Tensor) -> Content | None:
     """Return the non-finite values of `tensor`; None if it has none.
 
-    Waits for the device. Of a sharded tensor this process's shard is read.
+    Waits for the device. Only this process's shard of a sharded tensor is read.
     """
     values = readable(tensor)
     if values is None or bool(torch.isfinite(values).all()):

@@ -3,7 +3,7 @@
 `trace` makes them in the order of the step, `trace_back` walks from the loss to what began it,
 `report` and `causes` put it into words. NaN is followed before infinities, because -inf is often
 meant (a mask) and NaN never is. Events hold numbers and names, no tensors: a whole step of them is
-kept.
+kept. What an event tells may grow; the order of blame in `trace_back` is tested case by case.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The Monitor calls it around each step. `raise` and `skip` hold: one number is re
 optimizer steps, and the processes agree. `continue` never waits for a device: the number is read
 once it has arrived. A step is left out by taking the gradients away until the optimizer has passed,
 since an optimizer skips a parameter without one. They are given back whatever happens. A GradScaler
-leaves steps out by itself, which is ordinary unless it goes on.
+leaves steps out by itself, which is ordinary unless it goes on. That gradients are given back, and
+that `continue` never waits, must stay: training goes on after both.
 """
 
 from __future__ import annotations

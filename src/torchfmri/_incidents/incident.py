@@ -1,7 +1,7 @@
 """An incident: a step with non-finite values, and the part of it that each process keeps.
 
 `Incident` is public (`monitor.incidents`); `IncidentPart` is what `stored_incident` writes and
-reads, and what a replay runs.
+reads, and what a replay runs. `IncidentPart` may get further fields with a default.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def part_folder(incident: Path, rank: int) -> Path:
 
 
 def find_incident(folder: Path) -> Path:
-    """Return the folder of one incident: this one, or that of the highest step in it.
+    """Return the folder of one incident: the given one, or that of the highest step inside it.
 
     Raises:
         FileFormatError: Its parts are missing.

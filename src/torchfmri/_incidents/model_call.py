@@ -3,7 +3,8 @@
 `seen_step` remembers calls, `redone_step` and `replay_run` run them. A call holds the batch by
 reference, which costs nothing at ordinary steps; so the versions of its tensors are kept too, which
 tell if the loop wrote into its batch. A call whose data `was_written` must not be believed when it
-is run again. `to_data` and `from_data` are a stored format.
+is run again. `to_data` and `from_data` are a stored format. What else is kept of a call may grow
+freely.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ModelCall:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The arguments of the model, those of the loss that are not the model's, the targets."""
+        """The arguments of the model, the further arguments of the loss, and the targets."""
         given = self.loss_arguments or ()
         own = {f"loss argument {i}": each for i, each in enumerate(given)}
         return {

@@ -3,7 +3,8 @@
 `redone_step` and `diagnose` run a bad step through it. The model is run eagerly, inside `unchanged`
 and with `.grad` put aside, tens of times slower than plain. `_call` must stay a function of its
 own: its code object tells the user's frames from ours. The user's own check may raise because of
-the NaN; the latest event then says what it saw.
+the NaN; the latest event then says what it saw. How fast it is may change freely, since it runs on
+bad steps only.
 """
 
 from __future__ import annotations

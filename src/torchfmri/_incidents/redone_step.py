@@ -158,7 +158,7 @@ def plain_finding(number: int) -> Finding:
 
 
 def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool) -> Finding:
-    """Return what is known without the origin: bad data, else a bad loss, else which gradients.
+    """Return what is known without the origin: bad data, or a bad loss, or which gradients are bad.
 
     Args:
         step: What is known of it.

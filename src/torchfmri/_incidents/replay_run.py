@@ -2,7 +2,8 @@
 
 `torchfmri replay` calls it. The folder may be somebody else's and the model another than then:
 weights are compared by their norms, and what differs is a note in the result, not an error. Without
-a model the finding is shown as it was written.
+a model the finding is shown as it was written. Words may change freely; the keys of `to_dict` are
+public (`--json`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _UNRECORDED = (
 )
 
 _MOST_SAMPLES = 8
-"""So many samples are named."""
+"""The most samples that a finding names."""
 
 
 class Context(NamedTuple):
@@ -217,7 +217,7 @@ def changed_between(finding: Finding, last_good: int, first_bad: int, is_after: 
 def _how_many(found: Mapping[str, Any]) -> str:
     """Return how many values are concerned, and how many more parameters."""
     others = len(found["parameters"]) - 1
-    more = f"; {others} more parameters likewise" if others else ""
+    more = f"; {others} more parameters are not finite either" if others else ""
     return f"{found['nan'] + found['inf']:,} of {found['count']:,} values{more}"
 
 

@@ -3,6 +3,7 @@
 `Hold` owns one `StepMemory`. It listens at every step of a training, so nothing here waits for a
 device, and tensors are kept by reference; graphs of earlier micro-batches are released, or their
 activations stay in memory. Once a loop was seen to write into its batch, batches are copied.
+`MOST_CALLS` may change freely.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SeenStep:
         losses: The losses that were seen.
         told_losses: The losses that the user told.
         told_batch: The batch that the user told.
-        told_call: The call that this batch is for, in case that none is seen.
+        told_call: The call that this batch is for, in case no call is seen.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class SeenStep:
 
     @property
     def kept_calls(self) -> list[ModelCall]:
-        """The calls to write down: the ones that were seen, else the one of the told batch."""
+        """The calls to write down: those that were seen, or that of the told batch if none was."""
         return self.calls or ([self.told_call] if self.told_call is not None else [])
 
     @property
@@ -114,7 +115,7 @@ class StepMemory(CallListener):
         del self.step.calls[:-MOST_CALLS]
 
     def left(self, keywords: Mapping[str, Any], output: Any) -> None:
-        """Remember what the model returned, as far as it leads to the loss."""
+        """Remember where the output lies if a loss module follows, or the output's own loss."""
         if not self.step.calls:
             return
         self.step.calls[-1].ended()

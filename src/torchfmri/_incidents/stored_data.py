@@ -4,7 +4,8 @@
 tensor becomes bytes in a safetensors file under a number; the JSON says of which dtype and shape it
 is, and has the size and checksum of that file. Version 0.1 wrote JSON without a checksum and an
 `.npz` file; both must still be read. Each tensor can be taken once, so that a small file cannot
-become much memory. What cannot be kept (a KV cache) is named in its place, never dropped.
+become much memory. What cannot be kept (a KV cache) is named in its place, never dropped. A further
+kind of value needs a word of its own in `_encode` and `_Decoder`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def load_data(path: Path) -> Any:
     """
     file, old = path.with_suffix(".json"), path.with_suffix(".npz")
     content = read_regular(file, JSON_BYTES)
-    # Whoever reads our own files may not be led to those without checksums by a damaged bit.
+    # A damaged bit in a file of ours must not lead to the old files, which have no checksum.
     if old.exists() and not path.with_suffix(".safetensors").exists():
         structure, arrays = parse(content, file.name), read_arrays(old)
     else:
@@ -134,7 +135,7 @@ def _encode(value: Any, arrays: list[Bytes], levels: int) -> Any:
     if isinstance(value, _PLAIN):
         return value if _can_be_kept(value) else {"omitted": type(value).__name__}
     if isinstance(value, (Mapping, list, tuple)) and not levels:
-        return {"omitted": f"{type(value).__name__} in so many others"}
+        return {"omitted": f"deeply nested {type(value).__name__}"}
     if isinstance(value, Mapping):
         items = value.items()
         return {"dict": [[_encode(each, arrays, levels - 1) for each in item] for item in items]}

@@ -15,8 +15,9 @@ names of files and keys above are a stored format, and version 0.1 must still be
 
 A part is written under another name and renamed when it is complete and on the disk. Its
 `part.json` is written last and lists the others; it and `incident.json` carry the identity of the
-incident. So no file can stand in for one of another incident. None of them is a pickle. A
-file that is damaged and not needed for what was asked is a note; one that is needed raises.
+incident. So no file can stand in for one of another incident. None of them is a pickle. A file that
+is damaged and not needed for what was asked is a note; one that is needed raises. Further keys may
+be added to part.json.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 because autograd gives views a new object. A storage that was not made by an operation of the step
 is a parameter, a buffer, data, or from outside. Memory is used again within a step, so an event is
 forgotten when an operation writes finite numbers over all of its storage. Every result is read,
-which makes it slow; it runs on bad steps only.
+which makes it slow; it runs on bad steps only. Further names of operations may join the tables at
+the top.
 """
 
 from __future__ import annotations

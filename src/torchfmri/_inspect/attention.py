@@ -3,7 +3,7 @@
 The Inspector enters `recorded_attention` beside its taps. How a pattern is read where it is
 computed is known by `_attention`; here it is only named and handed to the `Recorder`. Room is asked
 for before a pattern is computed, because a pattern grows with the square of the length. A layer
-without a pattern is told why.
+without a pattern is told why. The reasons may be reworded freely.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class AttentionRecording(AttentionReader):
         self._recorder.failed(max(inside, key=len, default=layer), error, backward=False)
 
     def finish(self) -> None:
-        """Say of which layers no attention was seen, and why."""
+        """Say for which layers no attention was seen, and why."""
         found = {key.layer for key in self._seen}
         for layer in [each for each in self._names if each not in found]:
             self._recorder.missed(layer, "attention", self._reason(layer, found))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_module
 from torchfmri._capture import Padding, Taps, Target, masked_modules
 from torchfmri._diagnosis import Diagnosis, diagnose_inspection
 from torchfmri._edit import Spec, attached, bind_edits, require_acted
@@ -89,15 +90,7 @@ class Inspector:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InspectionError(
-                f"Inspector takes an nn.Module, not {type(model).__name__}"
-                + (
-                    ": pass the model's instance, not its class."
-                    if isinstance(model, type)
-                    else "."
-                )
-            )
+        check_module("model", model)
         self.model = model
         self._keep = Keep(keep, max_bytes, device, dtype)
         self._watches: dict[str, set[str]] = {}
@@ -141,7 +134,7 @@ class Inspector:
         """Watch more layers, or more of the same layers; returns the names that matched.
 
         Args:
-            pattern: Which layers, as for `layers`. Of `blocks.3.hook_resid_pre` and other names for
+            pattern: Which layers, as for `layers`. For `blocks.3.hook_resid_pre` and other names of
                 what a layer takes, its inputs and input gradients are watched. Single heads are
                 refused: layers are watched whole.
             what: One or several of inputs, activations, gradients (dL/d output), input_gradients

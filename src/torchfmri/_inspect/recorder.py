@@ -4,7 +4,7 @@ Taps call it in the middle of the user's pass, so it reads or copies a tensor at
 later somebody may write into it. Gradients can come from autograd's threads; what they touch stands
 under the lock. An error of ours never ends the user's pass: it is listed and warned about at the
 end. Only the memory limit stops a run, and in a backward pass not before its end, because `.grad`
-would be half filled.
+would be half filled. The reasons in `missing` may be reworded freely.
 """
 
 from __future__ import annotations

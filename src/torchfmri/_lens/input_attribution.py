@@ -121,7 +121,7 @@ def attribute_embeddings(
 
     Args:
         model: The model; a hook on its input embedding puts other vectors in while this runs.
-        call: Runs it on so many copies of the one sequence; returns logits (copies, s, v).
+        call: Runs it on a number of copies of the one sequence; returns logits (copies, s, v).
         score: Logits (copies, s, v) -> (copies,).
         method: One of `METHODS`.
         steps: Points of integrated gradients, by Gauss and Legendre's rule.

@@ -3,6 +3,7 @@
 `torchfmri.lens` calls `read_lens`, `_scan` calls `read_stream` on a stream that it has. Logits are
 computed in parts of `_CHUNK_BYTES`, because those of all layers do not fit into memory. The last
 layer is never translated: the model itself reads it, and the comparison with its logits would fail.
+`_CHUNK_BYTES` may change freely.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `torchfmri.lens` and `scan.lens` return it. It is public, and its arrays are stored in scans: names,
 shapes and the meaning of 0 and nan must stay. Column t is about token t + 1, or about token t
-itself in a masked language model.
+itself in a masked language model. The table may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `torchfmri.attribute_logit` calls `attribute`; the record is public. The final norm's scale is held
 at the token and its weight is folded into the head's row, so that the logit is a sum over parts.
 `residual` is what the parts miss and is always printed. A model whose logits are not such a sum is
-refused by name.
+refused by name. The table and its number of rows may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The lens and the attributions run a model with `run_stream`. Only layers are watched, so it is the
 model's own forward pass on every architecture. Hooks come after others, so that an edited stream is
 read as it was edited. A state must be (b, s, width), once per block; anything else is refused,
-because a lens over it would be a wrong number.
+because a lens over it would be a wrong number. What else is kept of a pass may grow freely.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stream:
         states: The stream before the first block and after each, (b, s, w), one more than blocks.
         tail: The outermost layers that ran after the last block, by name, in order.
         inputs: Layer -> the first tensor it was handed, of those that were asked for.
-        outputs: Layer -> the first tensor it returned, likewise.
+        outputs: Layer -> the first tensor it returned, of those that were asked for.
         output: What the model returned.
     """
 

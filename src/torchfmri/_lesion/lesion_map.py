@@ -3,7 +3,7 @@
 `lesion` fills it. It is public, and its file format is versioned (`_FORMAT`, `_VERSION`): fields
 may be added with a default, never renamed. `load` reads files as if an enemy wrote them, so every
 list and table is checked for its length. p is that of one lesion; only the dots of the picture are
-corrected for how many there are.
+corrected for how many there are. The table, its notes and the picture may change freely.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class LesionRun:
         return Measured(intact=intact, lesioned=lesioned, estimate=estimates, activation=sizes)
 
     def _sizes(self, values: Mapping[Key, Tensor]) -> NDArray[np.float64]:
-        """Return (n,) the root mean square of what each lesion takes out."""
+        """Return (n,) the root mean square of the value that each lesion takes out."""
         encoded: dict[str, Tensor] = {}  # one call of a dictionary, not one for each feature
         found = []
         for each in self.targets:

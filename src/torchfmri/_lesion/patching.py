@@ -4,7 +4,7 @@ It is public. The clean run's values are read once and put in row by row, many p
 Tokens are matched by `match_roles`; those without a partner stay as they are and are listed. With
 `to=` the passes are those of `paths`. `PatchMap` is public too: a score is 0 if the metric stays as
 corrupted and 1 if it becomes that of the clean prompt, and may lie outside. Places from which no
-path leads are kept with score 0 and listed.
+path leads are kept with score 0 and listed. The table and the picture may change freely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchfmri._lesion.paths import Paths
 from torchfmri._lesion.questions import LesionQuestion, logits_for, read_questions
 from torchfmri._lesion.targets import LesionTarget, find_targets
 from torchfmri._model import compiled_code_as_eager, evaluating, runnable, unchanged
-from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri._text import Column, Grid, few, number_text, plural
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import PatchPicture, draw_patches, new_figure, save_figure
 
@@ -105,11 +105,10 @@ class PatchMap:
         way = self.to and f", on the direct way to {self.to}"
         notes = [f"not matched by role: {', '.join(self.unmatched)}"] if self.unmatched else []
         if self.unreached:
-            shown = ", ".join(self.unreached[:_MOST_NAMES])
-            more = ", ..." * (len(self.unreached) > _MOST_NAMES)
+            places = f"{plural(len(self.unreached), 'place')} ({few(self.unreached, _MOST_NAMES)})"
             notes.append(
-                f"no path leads to {self.to} from {plural(len(self.unreached), 'place')} ({shown}"
-                f"{more}), which come after it or beside it: nothing arrives, and the score is 0"
+                f"no path leads to {self.to} from {places}, which come after it or beside it: "
+                "nothing arrives, and the score is 0"
             )
         return Grid(
             title=(

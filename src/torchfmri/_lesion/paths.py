@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchfmri._arguments import require
+from torchfmri._arguments import few, require
 from torchfmri._edit import BoundEdit, Edit, EditPasses, attached
 from torchfmri._lesion.lesion_run import Key, LesionRun, key_of
 from torchfmri._lesion.questions import LesionQuestion, logits_for
@@ -165,10 +165,10 @@ class Paths:
         """
         missing = self.unreached(senders)
         if len(missing) == len(senders):
-            shown = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
             raise InspectionError(
-                f"No path leads from {shown} to {self.name}: nothing of the patch arrives there. "
-                "Receivers come after what sends to them; name later ones in to=, or leave it out."
+                f"No path leads from {few(missing)} to {self.name}: nothing of the patch arrives "
+                "there. Receivers come after what sends to them; name later ones in to=, or leave "
+                "it out."
             )
 
     def _hold(self, senders: Sequence[LesionTarget], passes: EditPasses) -> list[BoundEdit]:

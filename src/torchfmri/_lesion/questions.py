@@ -2,8 +2,8 @@
 
 `lesion` and `patch` make questions with `read_questions`; `lesion_run` and `paths` feed `ids`, get
 the logits of the last `needed` positions from `logits_for`, and hand exactly these to `measure`,
-which counts positions from the end; `steer` uses `logits_for` alone. Whoever changes what `ids`
-holds for a metric (see `LesionQuestion`) therefore changes `needed` and `measure` with it. A model
+which counts positions from the end; `steer` uses `logits_for` alone. If you change what `ids`
+holds for a metric (see `LesionQuestion`), change `needed` and `measure` with it. A model
 that takes `logits_to_keep` computes the needed logits alone. Masked language models are asked at
 their masks, all masked at once. Effects of lesions are small differences, so the metrics by name
 are computed in float64, and the number that a user's function returns is never rounded. Words of

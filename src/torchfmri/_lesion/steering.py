@@ -41,7 +41,7 @@ class Steering:
         random: The answers with random directions of the same length.
         shift: How far the direction moves the next token after the prompt: KL divergence from the
             plain distribution, in nats.
-        random_shifts: (n,) the same of the random directions.
+        random_shifts: (n,) how far each random direction moves it.
 
     Examples:
         >>> import torch, torchfmri

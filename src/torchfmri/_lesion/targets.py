@@ -40,7 +40,7 @@ class LesionTarget:
     Attributes:
         place: Where.
         kind: "heads", "mlps", "attentions", "blocks", "voxels", "features" or "places".
-        column: Its column in a map: the head, the voxel, or 0. Of a feature, its place in the list.
+        column: Its column in a map: the head, the voxel, the place of a feature in the list, or 0.
         feature: The feature that is taken out of the value; None for the value itself.
         source: The dictionary that the feature is of; None without.
     """

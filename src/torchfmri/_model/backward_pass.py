@@ -5,7 +5,8 @@ it can, because it fills no `.grad` and sets off no optimizer that steps in the 
 reentrant checkpoint refuses it and needs `backward()`: then each `.grad` is put aside, as it is
 around a Function that runs backward passes of its own. `prepare_backward` searches the graph
 beforehand, so that costs can time the pass alone. Whichever way runs, every `.grad` must be the
-same tensor with the same values afterwards, because the user's optimizer steps with it.
+same tensor with the same values afterwards, because the user's optimizer steps with it. How the
+graph is searched may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `diagnose` and `advise` run on these copies, because nothing of the user's may be written to. All
 are copied in one deepcopy, so that each optimizer trains the copied parameters. deepcopy alone has
 two faults that are mended here: it gives parameters that share memory separate memory
-(`_share_memory`), and it drops plain attributes of an optimizer (`_complete`).
+(`_share_memory`), and it drops plain attributes of an optimizer (`_complete`). What else deepcopy
+loses is given back in `_complete`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _complete(original: Optimizer, twin: Optimizer, memory: dict[int, Any]) -> N
 
 
 def shared_outside(model: nn.Module) -> list[str]:
-    """Return the parameters whose memory is also that of a tensor which the model does not have."""
+    """Return the parameters that share their memory with a tensor outside the model."""
     names = {id(each): name for name, each in model.named_parameters()}
     values = [value for module in model.modules() for value in vars(module).values()]
     attributes = [value for value in values if isinstance(value, Tensor)]

@@ -3,7 +3,8 @@
 The commands of `cli/` call `load_subject`; `named_models` takes models from such functions too. A
 file is imported under a name of its own, since a module of its name may be loaded already, and its
 folder goes onto `sys.path`, as for a script. What the user's own code raises passes through as it
-is. Only a wrong name, or a wrong thing returned, becomes an InspectionError.
+is. Only a wrong name, or a wrong thing returned, becomes an InspectionError. Words may change
+freely; the forms of a name (`FORM`) are public.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from torchfmri._arguments import few
 from torchfmri.exceptions import InspectionError
 
 FORM = "package.module:factory or path/to/file.py:factory"
@@ -126,8 +128,7 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]
     ]
     near = get_close_matches(name, own, 3, 0.5)
     names = [*near, *(each for each in own if each not in near)]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    said = ", ".join(map(repr, names[:_MOST_NAMES])) + more
+    said = few(map(repr, names), _MOST_NAMES)
     there = f" It has {said}." if names else " It defines no function."
     raise InspectionError(f"There is no {name!r} in {place}.{there}")
 
@@ -156,7 +157,7 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
 
 
 def kinds_of(made: object) -> str:
-    """Return the class of what a function returned; of a tuple, those of its parts."""
+    """Return the class of what a function returned; for a tuple, the classes of its parts."""
     if not isinstance(made, tuple):
         return type(made).__name__
     return f"({', '.join(type(each).__name__ for each in made)})"

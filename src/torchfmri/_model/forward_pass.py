@@ -2,7 +2,8 @@
 
 Inspections, costs, verification, compare and incidents all go through here: `arguments_for`, the
 model's call, `loss_of`. So a message names none of these callers. `thawed` sets `requires_grad` on
-the data: the caller hands it copies, never the user's own tensors.
+the data: the caller hands it copies, never the user's own tensors. Words may change freely; what
+counts as data, target and loss is public.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator
 
 
 def loss_of(output: Any, target: Any, loss: Loss) -> Tensor | None:
-    """Return the scalar that the loss gives; without a loss, that of the output, if it has one.
+    """Return the scalar that the loss gives, or the output's own loss if no loss was given.
 
     Raises:
         InspectionError: It is not one real number, or loss and target do not fit together.

@@ -3,7 +3,7 @@
 Each run of ours restores it at its end, and an incident stores it to run the step again. `to_data`
 and `from_data` are a stored format: what older versions wrote (`cuda`, of one device) must still be
 read, and what is read is tried out before it is believed. Only devices that somebody has used are
-asked, since asking would set up the others.
+asked, since asking would set up the others. Another kind of device is an entry of `_KINDS`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _KINDS = ("cuda", "xpu", "mps")
 
 
 def _states(kind: str) -> list[Tensor]:
-    """Return the states of the devices of a kind; none if nobody has used one yet."""
+    """Return the states of the devices of a kind; an empty list if none has been used yet."""
     module: Any = getattr(torch, kind, None)
     if kind == "mps":
         return [module.get_rng_state()] if torch.backends.mps.is_available() else []

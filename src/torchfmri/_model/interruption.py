@@ -5,7 +5,7 @@ scans use the others. The handler looks at the frames that are running when the 
 because no flag could be set before the first instruction of an `__exit__`. So names matter: methods
 of this package called `__enter__`, `__exit__` and `forget` are never interrupted, and neither is
 what contextlib calls to end a block. A function of another name that attaches or puts back needs
-`kept_whole`.
+`kept_whole`. The wait before a signal is sent again may change freely.
 """
 
 from __future__ import annotations

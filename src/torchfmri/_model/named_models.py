@@ -4,7 +4,7 @@
 links, pipes, huge descriptions and absurd numbers of layers are refused before transformers opens
 them, and no code of theirs runs without trust_remote_code. Only owner/name reaches a hub. The class
 is the one that the files were saved from, because another would leave parameters at random; if any
-are, a warning names them.
+are, a warning names them. Another wheel is an entry of `_WHEELS`; the limits may change freely.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchfmri._arguments import check_device
+from torchfmri._arguments import check_device, few
 from torchfmri._files import list_names, printable, size_of
 from torchfmri._model.factory import find_factory, kinds_of
 from torchfmri.exceptions import FileFormatError, InspectionError
@@ -250,10 +250,7 @@ def _gguf_of(path: Path) -> Path | None:
 
 def _list_files(folder: Path) -> str:
     names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-    shown = ", ".join(map(printable, names[:8])) + (
-        f" and {len(names) - 8} more" if len(names) > 8 else ""
-    )
-    return shown or "no files"
+    return few(map(printable, names), 8) or "no files"
 
 
 def _load_from_hub(name: str, dtype: torch.dtype | None, trust: bool) -> NamedModel:
@@ -292,7 +289,7 @@ def _load_weights(
     if missing := sorted(info["missing_keys"]):
         warnings.warn(
             f"{len(missing)} parameters of {name!r} are not in its files and start at random: "
-            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}",
+            f"{few(missing, 4)}",
             stacklevel=5,
         )
     loaded: nn.Module = model.eval()

@@ -1,9 +1,10 @@
 """Notices the steps of a model's optimizers, without leaving anything on them.
 
 The Monitor is its only `Listener`. The hooks are torch's global ones: a hook on one optimizer is
-lost if a wrapper (accelerate's) steps the one that it wraps. With a closure the gradients are
-there only after its first run, so the closure is wrapped for that step. Our own errors go to
-`failed`; only an error that is meant for the user stops the optimizer.
+lost if a wrapper (accelerate's) steps the one that it wraps. With a closure the gradients are there
+only after its first run, so the closure is wrapped for that step. Our own errors go to `failed`;
+only an error that is meant for the user stops the optimizer. What else a listener is told may grow
+freely.
 """
 
 from __future__ import annotations

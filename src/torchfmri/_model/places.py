@@ -72,7 +72,7 @@ def whole_layers(layers: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def layers_at(layers: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the layers at which a place is: that whose input holds `L3H2`, for example."""
+    """Return the layers that hold a place, such as the layer whose input holds `L3H2`."""
     return list(dict.fromkeys(place.layer for place in resolve_places(layers, name) or []))
 
 
@@ -156,7 +156,7 @@ def choose_stack(stacks: Sequence[str], wanted: str, name: str) -> str:
 
 
 def fitting_stacks(stacks: Iterable[str], wanted: str) -> list[str]:
-    """Return the lists of blocks whose names have this part; all of them where none is wanted."""
+    """Return the lists of blocks whose names have this part; all lists if no part is given."""
     return [each for each in stacks if not wanted or f".{wanted}." in f".{each}."]
 
 

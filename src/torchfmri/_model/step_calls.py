@@ -4,7 +4,7 @@ The Monitor's statistics (`StepHooks`) and the guard against NaN (`StepMemory`) 
 the guard at every step, the statistics at watched ones. The hooks are on the model while somebody
 listens. Calls without gradients (evaluation), ours (`resting`) and those of a pipeline that looks
 for shapes do not count. A GradScaler may leave the optimizer out and go on, which is noticed at the
-next call.
+next call. Whoever else has to follow steps becomes another listener and needs no hooks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 they watch. Modes, hooks and random generators are the same for all threads, so two runs that put
 them back must not overlap: the second waits (`own_turn`) or is refused with both threads' names
 (`watched`). A turn ends inside `whole_restorations`, so that Ctrl-C cannot leave it taken. A forked
-process begins without owners that it does not have.
+process begins without owners that it does not have. How a thread waits for its turn may change
+freely.
 """
 
 from __future__ import annotations

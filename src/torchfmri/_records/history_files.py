@@ -3,6 +3,7 @@
 `History.export` and incidents write with it. A run has more rows than memory should hold, so
 records come from an iterator and are never listed. A value that is not there stays empty, which
 differs from NaN: JSON lines say "NaN" as a text, since null would say that there was no value.
+`PIECE` may change freely.
 """
 
 from __future__ import annotations

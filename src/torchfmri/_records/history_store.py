@@ -4,7 +4,8 @@
 `has_ended`. The folder holds files of steps, each written whole or not at all, so that it can be
 read at any moment and what a killed run has written stays readable. The format is stored: names of
 files hold their first step, and each file says how many steps come before it, by which a lost file
-is noticed. A damaged file costs its own steps only and is named in `notes`.
+is noticed. A damaged file costs its own steps only and is named in `notes`. When steps are written
+(`_SECONDS`, `_SHARE`) may change.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _plain_finding(finding: Finding) -> dict[str, Any]:
 
 
 def step_files(path: Path) -> list[Path]:
-    """Return the files of steps at a path, in their order: the file, or those of the folder."""
+    """Return the files of steps at a path in order: the file itself, or those in the folder."""
     names = list_names(path) if path.is_dir() else [path.name] if path.is_file() else []
     found = sorted(name for name in names if name.startswith(_FILE) and name.endswith(_ENDING))
     return [path / name if path.is_dir() else path for name in found]

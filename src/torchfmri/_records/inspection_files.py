@@ -226,7 +226,7 @@ def load_inspection(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Makes records of what is said of them in a file, with its tensors and masks, each once."""
+    """Builds records from their description in a file; a mask that several share is made once."""
 
     def __init__(self, tensors: Mapping[str, Stored]) -> None:
         self._tensors = tensors

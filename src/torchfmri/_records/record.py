@@ -4,7 +4,7 @@ The `Recorder` of `_inspect` fills the attributes that begin with an underscore,
 `inspection_files` writes them; everybody else reads the public ones, which are documented.
 Gradients are kept by (backward pass, what, path) beside the values of their own call, never by the
 order in which they came. Keep the containers per call few: their number decides how long the
-garbage collector takes.
+garbage collector takes. How values are kept inside may change, together with `inspection_files`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ columns into a terminal, `labels` shortens names, `rows` and `words` write numbe
 `progress` is the bar on standard error.
 """
 
+from torchfmri._arguments import few
 from torchfmri._files import printable
 from torchfmri._text.columns import (
     ASCII,

@@ -3,7 +3,8 @@
 `Grid` and `table` draw with it, and reports use its colours and paragraphs; the head, the rows and
 the style of HTML tables stand here too. The least important columns go first, and those that went
 are named below the table. Whatever may come from a file passes `printable`, or it could move the
-reader's cursor. Colour appears on terminals only, never with NO_COLOR.
+reader's cursor. Colour appears on terminals only, never with NO_COLOR. Widths, colours and the
+style of HTML may change freely.
 """
 
 from __future__ import annotations

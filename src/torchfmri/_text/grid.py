@@ -2,7 +2,7 @@
 
 Every result but statistics of layers is shown by it: costs, contrasts, lenses, lesions, scans,
 verification. HTML stays below `MAX_CHARACTERS` and says how many lines were left out; names and
-cells are escaped, `Column.markup` is not.
+cells are escaped, `Column.markup` is not. How a table looks may change freely.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ class Progress:
     Args:
         title: What is being done.
         total: How many steps there are.
-        log_seconds: Off a terminal, write a line every so many seconds; without it,
-            nothing.
+        log_seconds: The seconds between two lines where there is no terminal; None writes none.
     """
 
     def __init__(self, title: str, total: int, log_seconds: float | None = None) -> None:

@@ -2,7 +2,8 @@
 
 `table` draws the lines; figures and reports take numbers and words from here. Layers whose names
 differ only in numbers fold into one line, but never one with NaN, Inf or a single value: a reader
-has to find it. Statistics of a folded line are merged, which is exact.
+has to find it. Statistics of a folded line are merged, which is exact. How numbers are written may
+change freely; what counts as suspect must stay.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchfmri._arguments import few
 from torchfmri._text.columns import Column
 from torchfmri._text.labels import layer_label
 from torchfmri.statistics import Statistics, merge_statistics
@@ -128,9 +130,8 @@ def say_note(
     plain: Callable[[str], str] = str,
 ) -> str:
     """Return a reservation with the first layers that it holds for; see `say_reasons`."""
-    named = [mark(layer) for layer in layers if layer]
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return plain(text) + (f": {', '.join(named[:3])}{more}" if named else "")
+    named = few(mark(layer) for layer in layers if layer)
+    return plain(text) + (f": {named}" if named else "")
 
 
 def lost_rows(rows: Sequence[Row], missing: Mapping[str, str]) -> dict[str, str]:

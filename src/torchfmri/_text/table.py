@@ -1,9 +1,10 @@
 """Tables of statistics for terminals and notebooks; `grid` draws all other tables.
 
-Inspections and Monitors call `text_table` and `html_table`, which show the same lines of `rows`.
+Inspections and Monitors call `text_table`, and inspections `html_table`; both show the same lines.
 What is missing is listed with its reason, NaN and Inf come first. HTML is self-contained, escaped
-and below `MAX_CHARACTERS`: rows are folded, then left out, and it says so. No message names a
-method that the caller does not have: `unfolded` and `reasons` say what to write.
+and below `MAX_CHARACTERS`: rows are folded, then left out, and it says so. `text_table` names no
+method of its caller: `unfolded` and `reasons` say what to write. Only inspections have HTML tables.
+How it looks may change freely; NaN and Inf must never be hidden in a folded line.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 Reports, findings and tables of all rooms use these, so that a number looks the same everywhere. The
 doctests are the specification. Rounding must not change a verdict: `apart` shows as many digits as
-it takes to tell two numbers apart.
+it takes to tell two numbers apart. A further unit or form may be added freely.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+from torchfmri._arguments import few
 
 
 def percent(share: float) -> str:
@@ -32,9 +34,8 @@ def apart(one: float, other: float, digits: int = 4) -> tuple[str, str]:
 
 
 def listed(layers: Sequence[str], most: int = 3) -> str:
-    """Return names in quotes, of many only the first."""
-    shown = ", ".join(repr(each or "the model") for each in layers[:most])
-    return shown + (f" and {len(layers) - most} more" if len(layers) > most else "")
+    """Return the first names in quotes, and how many more there are."""
+    return few((repr(each or "the model") for each in layers), most)
 
 
 def how_many(some: int, of: int, noun: str) -> str:

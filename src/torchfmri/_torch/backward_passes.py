@@ -66,7 +66,7 @@ class Backwards:
         return self._root[task]
 
     def notice(self, *_: object) -> None:
-        """Take note of where a module runs: a hook for modules whose gradients alone are wanted."""
+        """Note that a module runs here: a hook for modules of which only gradients are wanted."""
         self.is_checkpointed()
         self.current()
 

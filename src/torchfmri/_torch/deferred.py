@@ -3,7 +3,7 @@
 The Monitor, token gradients and the guard that only reports read through it. The values are copied
 on the device before the constructor returns, because the next step writes into the same tensors
 again. `ready` asks and never waits; `read` waits. The memory on the host is pinned: without it, a
-copy from CUDA waits for the device.
+copy from CUDA waits for the device. How values are packed for the copy may change freely.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class InputEdge:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What tells this edge from those of other tensors, while it exists."""
+        """An id that no edge of another tensor has, while this one exists."""
         return (id(self._node), self._slot)
 
     def is_of(self, tensor: Tensor) -> bool:

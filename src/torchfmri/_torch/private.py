@@ -393,7 +393,7 @@ def set_to_zero(tensors: list[Tensor]) -> None:
 
 
 def infers_shapes() -> bool:
-    """Whether a pipeline stage runs its module to learn shapes, on memory that nobody has filled.
+    """Whether a pipeline stage runs its module to learn shapes, on memory that was never filled.
 
     Without the symbol: False, and such a run counts as a call of the module.
     """

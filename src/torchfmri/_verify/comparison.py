@@ -30,7 +30,7 @@ class GradientComparison:
     Attributes:
         analytic: The derivative from the backward pass.
         slope: The numerical derivative.
-        scale: The typical size of such a derivative.
+        scale: The typical size of a derivative here.
         allowed: The largest difference that counts as equal.
         size: The size of the outputs.
     """

@@ -5,7 +5,8 @@ that pull in opposite directions: truncation falls with the step, rounding grows
 shrinks. Neither is known beforehand, because a module may compute in float32 internally whatever
 its inputs. Differences are therefore taken at several steps; the two parts balance where three
 neighbouring steps agree best, and how well these agree is the error. The quick way out (two
-evaluations that agree with the guess) is safe because they cannot agree by accident.
+evaluations that agree with the guess) is safe because they cannot agree by accident. Steps and
+limits may be tuned with the tests of wrong and right functions.
 """
 
 from __future__ import annotations

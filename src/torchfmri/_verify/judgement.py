@@ -4,7 +4,7 @@
 backward pass gives its derivative along v, a few forward passes measure it. Sums are in float64,
 and every run starts from the same random state (`seed_all`), or dropout alone would differ.
 Gradients are collected by hooks on leaves and not by `.grad`: a reentrant checkpoint delivers them
-in parts.
+in parts. How numbers are drawn may change freely, but must not depend on the user's generators.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `verify` calls `verify_call` for each layer, innermost first. float64 is tried first; a layer that
 cannot run in it is verified as it is, with a note. A difference at a kink is judged again beside
 it, and layers that are known to be wrong are left out of those around them, so that the innermost
-one is named alone. Notes may be reworded; the order of these questions must stay.
+one is named alone. Notes may be reworded; the order of these questions must stay. Other precisions
+may be tried freely.
 """
 
 from __future__ import annotations

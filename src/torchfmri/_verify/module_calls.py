@@ -3,7 +3,7 @@
 `verify` runs the model once inside `logged_calls`. Inputs are copied before the call, because
 modules may write into them. Calls are logged in the order in which they end, so children come
 before parents. At most `CALLS_KEPT` calls of a layer are kept, one for each shape, so memory stays
-bounded.
+bounded. `CALLS_KEPT` may change freely.
 """
 
 from __future__ import annotations

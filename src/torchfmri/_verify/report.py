@@ -2,7 +2,7 @@
 
 `verify_gradients` returns a `Verification`. Both classes are public: attributes and `to_dict` must
 stay, the table may be changed freely. Wrong gradients are always listed one by one, and never
-folded into a line with others.
+folded into a line with others. A folded line could hide the one layer that is wrong.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _lines(checks: Sequence[GradientCheck]) -> list[GradientCheck]:
 
 
 def _listed(members: Sequence[GradientCheck]) -> str:
-    """Name what the gradients of one line belong to, as far as there is room."""
+    """Name what the gradients of one line belong to; what has no room becomes an ellipsis."""
     named = list(dict.fromkeys(check.of for check in members if check.order == 1))
     if not named:
         return f"{members[0].of} (second)"

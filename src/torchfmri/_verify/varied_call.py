@@ -3,7 +3,8 @@
 `layer_verdict` makes a `VariedCall`, `judgement` runs it many times. The module is never written
 to: parameters, buffers and attributes are exchanged for copies in its dictionaries and put back
 however a run ends. Tensors are found by id, so `_hold` keeps every one alive whose id is known.
-Inputs are cloned for each run, because a leaf cannot be written in place and an input may be.
+Inputs are cloned for each run, because a leaf cannot be written in place and an input may be. How
+inputs are named may change freely.
 """
 
 from __future__ import annotations

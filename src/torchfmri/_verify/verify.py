@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_flag, check_number
+from torchfmri._arguments import check_flag, check_module, check_number
 from torchfmri._model import (
     Loss,
     Pattern,
@@ -172,8 +172,7 @@ class _Report:
 
 
 def _check(model: Any, directions: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InspectionError(f"verify_gradients takes an nn.Module, not {type(model).__name__}.")
+    check_module("model", model)
     check_number("directions", directions, 1, "give a number from 1 upwards; 2 will do")
     if switched_off():
         raise InspectionError("TORCHFMRI=off is set, so nothing is verified. Unset it.")

@@ -2,7 +2,7 @@
 
 The page's thread puts prompts into a queue, and one thread of ours answers them: a model is never
 run by two threads at once. A prompt that fails is reported on the page, and the next one is
-answered.
+answered. `_WAITING` and the words may change freely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from torchfmri._arguments import check_number
-from torchfmri._model import CHOICES, load_model
+from torchfmri._model import load_model
 from torchfmri._scan import (
     TELL_EVERY,
     LiveBoard,
@@ -28,6 +28,7 @@ from torchfmri._scan import (
 )
 from torchfmri._text import plural
 from torchfmri._viewer import View
+from torchfmri.cli.options import Result, add_choice, add_model, add_number, add_path
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
@@ -36,18 +37,12 @@ _WAITING = 8
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri chat`."""
-    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, metavar="NAME.fmri", help="keep the scans in this folder, too"
-    )
-    parser.add_argument(
-        "--per", choices=("cached", "position", "token_loss", "none"), default="cached",
-        help="which gradient; none for activations alone (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s"
-    )
+    """Add the options of `torchfmri chat`."""
+    add_model(parser)
+    add_path(parser, "--out", "keep the scans in this folder, too", "NAME.fmri")
+    gradients = ("cached", "position", "token_loss", "none")
+    add_choice(parser, "--per", gradients, "which gradient; none for activations alone", "cached")
+    add_number(parser, "--max-new-tokens", 128, "largest number of new tokens of an answer")
     add_server_arguments(parser)
 
 
@@ -92,7 +87,7 @@ class Chat:
     def close(self) -> None:
         """Stop at the next token, and wait until the model is left alone.
 
-        A program must not end while a thread is inside of torch: that would abort it.
+        A program must not end while a thread runs code of torch: that would abort it.
         """
         self._stopping = True
         self._waiting.put(None)
@@ -135,10 +130,9 @@ class Chat:
             scan = None
             try:
                 self._check_length(prompt)
-                scan = self._scanner.scan(
-                    prompt, self._tokens, chat=self._chat, names=[name],
-                    on_token=self._on_token, tell_every=TELL_EVERY, generate={"do_sample": False},
-                )  # fmt: skip
+                told: dict[str, Any] = {"on_token": self._on_token, "tell_every": TELL_EVERY}
+                greedy: dict[str, Any] = {"names": [name], "generate": {"do_sample": False}}
+                scan = self._scanner.scan(prompt, self._tokens, chat=self._chat, **told, **greedy)
                 if self._out is not None:
                     scan.save(self._out, append=self._out.exists())
             except _Stopped:
@@ -169,7 +163,7 @@ def start(options: Namespace) -> tuple[Chat, View]:
     return answers, view
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Serve until Ctrl-C."""
     _, view = start(options)
     with view:

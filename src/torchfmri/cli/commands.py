@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from torchfmri import __version__
@@ -38,6 +39,7 @@ from torchfmri.cli import (
 )
 from torchfmri.cli.options import Result
 from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import check_picture
 
 CLEAN, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130
 
@@ -75,7 +77,7 @@ COMMANDS = tuple(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -112,6 +114,7 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         parser.print_help()
         return CLEAN
     try:
+        _check_pictures(options)
         data, text, code = options.run(options)
         if data or text:  # of several processes only the first has something to say
             as_json = (
@@ -131,3 +134,10 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         print(f"torchfmri {options.command}: error: {message}", file=sys.stderr)
         return FAILED
     return int(code)
+
+
+def _check_pictures(options: argparse.Namespace) -> None:
+    """Refuse a picture that cannot be drawn before a command works for minutes."""
+    for name in ("picture", "plot"):
+        if path := getattr(options, name, None):
+            check_picture(f"--{name}", Path(path))

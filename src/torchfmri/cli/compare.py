@@ -1,4 +1,8 @@
-"""The command `torchfmri compare`: two settings of a model, two recordings, two training runs."""
+"""The command `torchfmri compare`: two settings of a model, two recordings, two training runs.
+
+`_compare` does the work. Options, the keys of `--json` and the exit code (1 if the sides differ)
+are public.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,12 @@ from torchfmri._compare import SETTINGS, Run, compare, parse_settings, run_with
 from torchfmri._model import CHOICES, FORM
 from torchfmri.cli.options import Result, add_several, add_text, say, subject_of, users_code
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import check_picture
 
 _PROMPTS = ("The capital of France is Paris.", "Once upon a time there was a little girl.")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri compare`."""
+    """Add the options of `torchfmri compare`."""
     text = (
         "two of: the folder of a training run, a saved history, inspection or scan, a folder of "
         f"exported hidden states; or {FORM}, which returns (model, data, loss)"
@@ -29,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         text = f"a setting of side {side}: {known}"
         add_several(parser, f"--{side}", text, "NAME=VALUE", default=[])
     add_several(parser, "--prompt", "what the model reads", "TEXT")
-    text = "relative difference to allow; else measured"
+    text = "relative difference to allow (default: measured)"
     add_text(parser, "--tolerance", text, "X", type=float)
     add_text(parser, "--picture", "draw where they differ into this file", "FILE")
 
@@ -37,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> Result:
     """Compare, and return the result as data, as text, and as an exit code."""
     if options.picture:
-        check_picture("--picture", check_file("--picture", options.picture))
+        check_file("--picture", options.picture)
     a, b, tokenizer = _sides(options) if options.model is None else _settings(options)
     with users_code("The model"):
         found = compare(a, b, tolerance=options.tolerance, tokenizer=tokenizer)

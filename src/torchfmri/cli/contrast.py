@@ -26,7 +26,7 @@ from torchfmri.cli.options import (
     add_text,
 )
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import check_picture, save_figure
+from torchfmri.visualization import save_figure
 
 _WORDS = ("all", "prompt", "generated", "last", "prompt_last")
 _TOKENS = (
@@ -84,8 +84,6 @@ def _add_test(group: Any) -> None:
 
 def run(options: Namespace) -> Result:
     """Compare, and return the result as data, as text, and as an exit code."""
-    if options.picture is not None:
-        check_picture("--picture", options.picture)
     check_number("--peaks", options.peaks, 0, "how many rows to print, such as 20")
     found = _compare(options)
     if options.calibrate:
@@ -136,7 +134,7 @@ def _compare(options: Namespace) -> Contrast:
 
 
 def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
-    """Return the two conditions that there are, the first one against the second.
+    """Return the only two conditions of a scan, the first one against the second.
 
     Raises:
         InspectionError: There are not two.

@@ -3,6 +3,7 @@
 It is the first thing a new user runs, so it must need no network and no option: with SmolLM2 where
 that is installed, else with the small model of this package. Without matplotlib there is no
 picture, and the rest works. The last line of its output is a command that works as it is printed.
+What it asks and prints may change freely.
 """
 
 from __future__ import annotations

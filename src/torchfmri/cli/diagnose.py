@@ -19,7 +19,7 @@ from torchfmri._checkup import diagnose, diagnose_script
 from torchfmri._model import FORM, find_factory, kinds_of
 from torchfmri.cli.options import Result, add_number, add_text, say, users_code
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import check_picture, save_figure
+from torchfmri.visualization import save_figure
 
 _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
@@ -36,7 +36,7 @@ def run(options: Namespace) -> Result:
     """Diagnose, and return the result as data, as text, and as an exit code."""
     check_number("--steps", options.steps, 1, "give the number of training steps to look at")
     if options.plot:
-        check_picture("--plot", check_file("--plot", options.plot))  # before the model trains
+        check_file("--plot", options.plot)  # before the model trains
     say("diagnose", options.subject)
     is_script = options.subject.endswith(".py")
     parts = {} if is_script else _parts(options.subject)

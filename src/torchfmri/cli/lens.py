@@ -21,7 +21,7 @@ from torchfmri.cli.options import (
     add_text,
     dtype_of,
 )
-from torchfmri.visualization import check_picture, save_figure
+from torchfmri.visualization import save_figure
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,8 +42,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> Result:
     """Read a prompt, and return the result as data, as text, and as an exit code."""
-    if options.picture is not None:
-        check_picture("--picture", options.picture)
     loaded = load_model(options.model, dtype=dtype_of(options.dtype), device=options.device)
     model, tokenizer = loaded
     chat, position = options.chat, options.position

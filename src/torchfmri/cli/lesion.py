@@ -28,7 +28,6 @@ from torchfmri.cli.options import (
     say,
 )
 from torchfmri.exceptions import FileFormatError, InspectionError
-from torchfmri.visualization import check_picture
 
 _LIMIT = 64 << 20
 
@@ -50,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "--metric",
         METRICS,
-        "what is measured (default: logit_difference with a foil, else surprisal)",
+        "what is measured (default: surprisal, or logit_difference with a foil)",
     )
     add_choice(parser, "--edit", EDITS, "what replaces the lesioned value", "zero")
     text = "attribution estimates all lesions from one backward pass"
@@ -66,8 +65,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> Result:
     """Lesion, and return the result as data, as text, and as an exit code."""
     rows = _rows(options)
-    if options.picture is not None:
-        check_picture("--picture", options.picture)
     foils = [each["foil"] for each in rows if "foil" in each]
     if foils and len(foils) < len(rows):
         raise InspectionError(f"{len(foils)} of {len(rows)} prompts have a foil. Give all or none.")

@@ -43,9 +43,7 @@ def add_subject(parser: Options) -> None:
 def add_device(parser: Options, *, dtype: bool = False) -> None:
     """Add `--device`, and `--dtype` if the model may be loaded in another one."""
     if dtype:
-        text = (
-            "dtype to load the model in (default: float32 for models with a name, else its files')"
-        )
+        text = "dtype to load the model in (default: that of its files; float32 for named models)"
         add_choice(parser, "--dtype", _DTYPES, text)
     parser.add_argument("--device", help="device to run on, such as cuda (default: the model's)")
 

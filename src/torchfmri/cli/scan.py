@@ -14,7 +14,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ from torchfmri.cli.options import (
 )
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import check_picture
 
 _DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--strict")
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
@@ -195,16 +193,6 @@ def _check_options(options: Namespace) -> None:
         require_replaceable(options.out, True)
     if options.page is not None:
         require(not options.page.is_dir(), "--page", str(options.page), "name a file, not a folder")
-    if options.picture is not None:
-        _check_picture(options.picture)
-
-
-def _check_picture(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise InspectionError(
-            "--picture needs matplotlib, which is not installed: pip install 'torchfmri[plots]'"
-        )
-    check_picture("--picture", path)
 
 
 def _device(wanted: str | None) -> str | None:
@@ -345,7 +333,7 @@ def _run_dataset(
 
 @contextmanager
 def _processes() -> Iterator[None]:
-    """Join the other processes of torchrun, where it started this one."""
+    """Join the other processes of torchrun if it started this one."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not several or torch.distributed.is_initialized():
         yield

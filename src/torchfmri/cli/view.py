@@ -1,7 +1,7 @@
 """The command `torchfmri view`: scans, a contrast, or a training run in a browser.
 
 `chat`, `scan --live` and others take the options of their page from here, so that every command
-that serves one has the same.
+that serves one has the same. Names of options are public, and `run` waits until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,40 +12,38 @@ from typing import Any
 
 from torchfmri._scan import board_of, difference_of
 from torchfmri._viewer import View, serve
+from torchfmri.cli.options import Result, add_switch, add_text
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of `torchfmri view`."""
-    parser.add_argument(
-        "what",
-        metavar="SCAN",
-        help="a scan (NAME.fmri), a contrast (NAME.contrast), or a Monitor's run or folder of runs",
-    )
-    parser.add_argument("other", nargs="?", metavar="SCAN2", help="show SCAN2 - SCAN")
+    """Add the options of `torchfmri view`."""
+    text = "a scan (NAME.fmri), a contrast (NAME.contrast), or a Monitor's run or folder of runs"
+    add_text(parser, "what", text, "SCAN")
+    add_text(parser, "other", "show SCAN2 - SCAN", "SCAN2", nargs="?")
     add_server_arguments(parser)
 
 
 def add_server_arguments(parser: ArgumentParser) -> None:
-    """The options of every command that serves a page."""
+    """Add the options of every command that serves a page."""
     group = parser.add_argument_group("the page")
-    group.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
-    group.add_argument("--host", default="127.0.0.1", help="what to bind (default: %(default)s)")
-    group.add_argument("--token", help="what the address starts with (default: random)")
     group.add_argument(
-        "--remote", action="store_true", help="let other machines in; nothing is encrypted"
+        "--port", type=int, default=0, metavar="N", help="port of the page (default: a free one)"
     )
-    group.add_argument("--no-browser", action="store_true", help="only print the address")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    group.add_argument("--token", help="secret in the address of the page (default: random)")
+    add_switch(group, "--remote", "let other machines in; nothing is encrypted")
+    add_switch(group, "--no-browser", "only print the address")
 
 
 def served(options: Namespace, board: Any, name: str, **further: Any) -> View:
-    """The board on a port, as the options say."""
-    return serve(
-        board, host=options.host, port=options.port, token=options.token, remote=options.remote,
-        browser=not options.no_browser, name=name, **further,
-    )  # fmt: skip
+    """Serve a board as the options say, and return its view."""
+    settings = {each: getattr(options, each) for each in ("host", "port", "token", "remote")}
+    return serve(board, browser=not options.no_browser, name=name, **settings, **further)
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Serve until Ctrl-C."""
     for name in filter(None, (options.what, options.other)):
         if not Path(name).exists():

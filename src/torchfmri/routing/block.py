@@ -3,7 +3,7 @@
 `RoutingLanguageModel` stacks these blocks. `MoIETransformerBlock`, `Prototypes` and `KeyValueCache`
 are public; the names of a block's parameters are in saved checkpoints and must not change. With a
 cache, tokens read one by one must give the same logits as tokens read together, which
-`test_routing.py` checks.
+`test_routing.py` checks. How attention is computed may change freely as long as that test passes.
 """
 
 from __future__ import annotations

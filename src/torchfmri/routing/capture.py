@@ -2,9 +2,9 @@
 
 `LearningDynamics` and `map_prototypes` attach one, run a backward pass and `take` its calls. Inputs
 are known in the forward pass and gradients in the backward pass, in whatever order; they are joined
-by layer and number of the call. Tensors are kept detached and are forgotten after each `take`,
-or a training run would grow. An error inside a hook is raised by `take`, after the user's
-own backward pass is through.
+by layer and number of the call. Tensors are kept detached and are forgotten after each `take`, or a
+training run would grow. An error inside a hook is raised by `take`, after the user's own backward
+pass is through. What is kept of a call may grow freely.
 """
 
 from __future__ import annotations

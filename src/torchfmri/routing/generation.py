@@ -1,8 +1,8 @@
 """Generate token by token: greedy or sampled, with the cache or without.
 
 `RoutingLanguageModel.generate` calls `generate`. With and without a cache it writes the same
-tokens, which `test_routing.py` checks; `use_cache=False` is the slow way to compare with. Whoever
-changes how tokens are drawn must keep that.
+tokens, which `test_routing.py` checks; `use_cache=False` is the slow way to compare with. A
+change of how tokens are drawn must keep that.
 """
 
 from __future__ import annotations

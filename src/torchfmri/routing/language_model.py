@@ -178,7 +178,7 @@ class RoutingLanguageModel(nn.Module):
             attention_mask: (b, s), 0 where the prompt is padding.
             do_sample: Draw tokens instead of taking the likeliest.
             temperature: Divides the logits before drawing.
-            top_k: Draw among so many only.
+            top_k: Draw among this many of the likeliest tokens only.
             eos_token_id: Ends a sequence; generation stops when all have ended.
             pad_token_id: Fills what has ended; by default the ending itself.
             use_cache: Read every token once; without it the result is the same, and slow.

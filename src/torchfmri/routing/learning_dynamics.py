@@ -120,7 +120,7 @@ class LearningDynamics(Attached):
         check_callable("meta_loss", meta_loss, "give a function of routing and signals, or None")
         check_number("accumulation_steps", accumulation_steps, 1, "give at least 1")
         check_scaler(scaler)
-        check_number("history_every", history_every, 0, "every so many steps, 0 for none")
+        check_number("history_every", history_every, 0, "give a number of steps, 0 for no history")
         self._model = model
         self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
         self._capture = RoutingCapture(model, with_totals=signal == AGGREGATE)

@@ -3,7 +3,7 @@
 `LearningDynamics` calls a meta loss for every call of a layer and adds the numbers up. Any function
 (routing, signals) -> scalar will do; `Divergence` and `Price` are the two of the experiment and are
 public. Gradients must flow into `routing` alone: signals are what it is compared with. Padding
-never counts.
+never counts. A further meta loss is a class here; those of the experiment must stay as they are.
 """
 
 from __future__ import annotations

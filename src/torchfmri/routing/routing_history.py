@@ -3,7 +3,8 @@
 `LearningDynamics` and `TrainingRun` append to it. Each series holds statistics over the units of a
 layer. In "activation_rate" the mean is the share of units that are on, and the zeros are the units
 that no token reached; in "selectivity" it is how much a unit's rate differs between tasks. The
-names of the series, and the keys of `history_to_data`, stand in result files.
+names of the series, and the keys of `history_to_data`, stand in result files. Further series may be
+added freely.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The layer itself, the Goodness functions and `Divergence` use them. `mas` and `jensen_shannon` are
 public. All of them return 0 and never NaN where everything is 0, which happens for tokens that
-reach no unit; hence the divisions by at least the smallest positive number.
+reach no unit; hence the divisions by at least the smallest positive number. How they are computed
+may change freely.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def jensen_shannon(p: Tensor, q: Tensor, over: tuple[int, ...] = UNITS) -> Tenso
 
     Args:
         p: Non-negative, adding up to 1 over the axes `over`.
-        q: The distribution to compare with, likewise.
+        q: The distribution to compare with, of the same shape.
         over: The axes of one distribution.
     """
     tiny = torch.finfo(p.dtype).tiny

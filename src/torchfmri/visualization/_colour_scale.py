@@ -68,8 +68,8 @@ def meaning(metric: str) -> str:
 def tops(values: npt.NDArray[np.floating[Any]]) -> Floats:
     """Return the 99.5th percentile of each row's finite values, 0 where there is none.
 
-    It is one of the values (the next lower one), so that of a short text the largest does not
-    count: its first token is often a hundred times as loud as any other. Of two or three values
+    It is one of the values (the next lower one), so that the largest value of a short text does not
+    count: its first token is often a hundred times as loud as any other. Among two or three values
     the largest does count, because nothing else would tell them apart.
     """
     found = np.zeros(len(values))
@@ -166,7 +166,7 @@ def _clipped(
 
 
 def pool_rows(shown: Floats, most: int) -> Floats:
-    """Return at most so many rows: of neighbours the value of the largest size; nan wins.
+    """Return at most `most` rows: each is the largest of some neighbours in size; nan wins.
 
     Examples:
         >>> pool_rows(np.array([[1.0], [-3.0], [2.0]]), 2).tolist()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchfmri._records import Inspection, Record, Value
-from torchfmri._text import layer_label
+from torchfmri._text import few, layer_label
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization._figure import (
@@ -41,7 +41,6 @@ from torchfmri.visualization._layout import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_NAMED = 3
 _NOT_KEPT = "tensors not kept"
 
 
@@ -252,6 +251,5 @@ def _title(
     for name, layers in zip(names, found, strict=True):
         alone = [layer_label(layer) for layer in layers if layer not in set(shared)]
         if alone:
-            more = f" and {len(alone) - _NAMED} more" if len(alone) > _NAMED else ""
-            lines.append(f"only in {name}: {', '.join(alone[:_NAMED])}{more}")
+            lines.append(f"only in {name}: {few(alone)}")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 `Inspector.plot_feature_maps` and users call it through `plots`. It needs the tensors themselves
 (keep="tensors"). All channels share one colour scale, so that they can be compared, and a dead
-channel says so in words.
+channel says so in words. Sizes, gaps and colours may change freely.
 """
 
 from __future__ import annotations

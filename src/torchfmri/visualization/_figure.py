@@ -3,7 +3,8 @@
 Every file of this room imports from here. matplotlib is imported inside functions only, because it
 is an extra and slow to import. A figure is not registered with pyplot, except in a notebook, so
 that plotting in a loop does not fill memory. All text goes through `escape`: "$" in a layer's name
-would start a formula.
+would start a formula. Colours may change, but must stay apart for all common kinds of colour
+vision.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(LINE_COLOURS) * len(DASHES)
 WIDE = 30
-"""Values of which the largest is so many times the smallest are drawn on a logarithmic scale."""
+"""Values get a logarithmic scale if the largest is more than this many times the smallest."""
 MEANING = {
     "activations": "value of the output",
     "inputs": "value of the input",
@@ -145,7 +146,7 @@ def line_look(index: int, name: str) -> dict[str, Any]:
 def panels(
     count: int, most: int, inches: tuple[float, float], **options: Any
 ) -> tuple[Figure, list[Any]]:
-    """Return a new figure and `count` axes on it, at most so many side by side.
+    """Return a new figure and `count` axes on it, at most `most` of them side by side.
 
     Args:
         count: How many.
@@ -175,7 +176,7 @@ def write_middle(ax: Axes, words: str, **look: Any) -> None:
 
 
 def write_above(ax: Axes, words: str, points: float, **look: Any) -> None:
-    """Write words so many points above the upper left corner of the axes."""
+    """Write words above the upper left corner of the axes, at a distance in points."""
     look = {"textcoords": "offset points", "annotation_clip": False, **look}
     ax.annotate(escape(words), (0, 1), (0, points), xycoords="axes fraction", **look)
 

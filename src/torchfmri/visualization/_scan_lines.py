@@ -1,8 +1,8 @@
 """Draw lines over the depth of a model: how large a metric is, and what one token did.
 
 `_scan/pictures/figures` fills in the `Line`s and calls `draw_lines`. Colours and dashes repeat
-after `MOST_LINES`, which callers must not exceed. Layers outside the blocks stand before and
-after the numbered ones, under their names.
+after `MOST_LINES`, which callers must not exceed. Layers outside the blocks stand before and after
+the numbered ones, under their names. Widths and marks may change freely.
 """
 
 from __future__ import annotations

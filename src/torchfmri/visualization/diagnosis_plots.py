@@ -1,7 +1,8 @@
 """Draw a diagnosis: the run as a heat map, with its findings marked where they begin.
 
 `Diagnosis.plot` calls `plot_diagnosis`, which draws on `plot_history`. `findings` are anything with
-the fields of a `Finding`; this room must not import `_diagnosis`, which stands above it.
+the fields of a `Finding`; this room must not import `_diagnosis`, which stands above it. Colours
+and the number of named findings may change freely.
 """
 
 from __future__ import annotations

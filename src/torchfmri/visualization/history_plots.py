@@ -2,7 +2,8 @@
 
 `Monitor.plot`, the writers for dashboards and users call `plot_history`, which is public. A step
 with NaN or Inf carries a triangle, and a layer that was not seen is hatched: neither may vanish in
-the colours. Values over a wide range get a logarithmic scale.
+the colours. Values over a wide range get a logarithmic scale. Sizes, colours and limits of scales
+may change freely.
 """
 
 from __future__ import annotations
@@ -72,9 +73,8 @@ def plot_history(
     names, values = history.matrix(what, field)
     bad = _non_finite(history, what, values)
     if layers is not None:
-        matching = match_all(layers, names)
-        chosen = [index for index, name in enumerate(names) if name in matching]
-        names, values, bad = [names[i] for i in chosen], values[chosen], bad[chosen]
+        chosen = np.isin(names, list(match_all(layers, names)))
+        names, values, bad = np.array(names)[chosen].tolist(), values[chosen], bad[chosen]
     shown = "update / weight" if what == UPDATES else field
     if layers is None:
         ax = axes_or_new(ax, 9.0, min(max(0.22 * len(names) + 2.6, 4.4), 14.0))

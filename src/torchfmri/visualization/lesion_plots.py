@@ -1,7 +1,8 @@
 """Draw lesions and patches: what each did to the metric, beside how active it was.
 
 The results in `_lesion` fill in a `LesionPicture` or a `PatchPicture` and have it drawn. The
-records hold arrays only, so this room does not know what a lesion is.
+records hold arrays only, so this room does not know what a lesion is. Sizes and colours may change
+freely.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     effect, activation = picture.cells(picture.effect), picture.cells(picture.activation)
     limit = float(np.nanmax(np.abs(effect))) or 1.0
-    # Linear up to a thirtieth of the largest, else one MLP leaves every head white.
+    # Linear up to a thirtieth of the largest: on a linear scale one MLP leaves every head white.
     signed = SymLogNorm(linthresh=limit / 30, vmin=-limit, vmax=limit)
     marks = [-limit, -limit / 5, -limit / 30, 0.0, limit / 30, limit / 5, limit]
     _draw(left, picture, effect, "what the lesion did", picture.label, signed, marks)

@@ -3,7 +3,7 @@
 This module is public: `torchfmri.visualization.plots`. Nothing here shows a window, changes
 matplotlib's settings, or registers a figure with pyplot (except in a notebook, which shows only
 those). `plot_histogram(...).figure.savefig(path)` saves. A new figure gets a file of its own and a
-line here.
+line here. Names and arguments are documented, and must stay.
 """
 
 from torchfmri.visualization._compare import plot_compare

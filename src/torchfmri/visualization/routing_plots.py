@@ -2,7 +2,7 @@
 
 `torchfmri routing` and users call these functions, which are public under `torchfmri.routing`. They
 take histories, plain data, and anything with the fields of `Mapped`: this room must not import
-`routing`, which stands above it.
+`routing`, which stands above it. Colours and sizes may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A task is a file {"train": [{"input": grid, "output": grid}, ...], "test": [...]}, a grid a list of
 rows of colours 0 to 9. A puzzle becomes one sequence: demonstrations, then a question and its
 answer, which is what is learned. `RunPlan.tasks` makes a `GridPuzzles` for `--puzzles`. The pairs
-of "test" must never be learned from.
+of "test" must never be learned from. If they were, accuracy on them would show memory and not the
+rule. A further rule of made puzzles is an entry of `RULES`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Puzzle(NamedTuple):
     """Demonstrations, a question and its answer.
 
     Attributes:
-        task: Whose puzzle it is: the rule of a made one, else the name of its file.
+        task: The rule of a made puzzle, or the name of its file.
         demonstrations: Pairs of grids.
         question: The pair whose output is to be found.
     """

@@ -3,7 +3,7 @@
 `torchfmri routing` makes an `Experiment`. Each run writes its own result file, so an experiment
 that was interrupted goes on where it was. Runs are ordered seed by seed: an unfinished experiment
 then has all variants to compare. Every process has one thread, so that results do not depend on
-`workers`.
+`workers`. How progress is shown may change freely.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Experiment:
 
 
 class _Shown:
-    """The progress of all runs, as far as the bar shows it."""
+    """The progress of all runs in the parts that the bar shows."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
         self._progress, self._ticks = progress, [0] * runs

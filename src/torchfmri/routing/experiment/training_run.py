@@ -4,7 +4,7 @@
 from its last checkpoint, and a finished one is read from its result file. Both files hold the whole
 `RunPlan`, and a file of another plan is not used. Fields of `RunPlan` are part of these files; a
 new one makes older results count as another plan's. Everything random is drawn from the seed and
-the step.
+the step. What is measured may grow: results are read by key.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `TrainingRun` calls a `TrainingStep` for every batch. A replayed step runs the same kernels on the
 same memory: tensors that it reads must be copied into the recorded ones, and nothing in the step
-may allocate or branch on values. Without CUDA this is a plain step.
+may allocate or branch on values. Without CUDA this is a plain step. The number of eager steps may
+change freely.
 """
 
 from __future__ import annotations

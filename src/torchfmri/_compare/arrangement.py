@@ -1,4 +1,12 @@
-"""The same values in another arrangement: weights kept transposed, rows of experts in any order."""
+"""Recognize values that both sides hold in another arrangement.
+
+`pairing` asks three things here: whether the rows of a tensor have no fixed order (those of
+experts), the two tensors with their rows sorted, and whether b keeps a weight transposed. The rows
+are sorted by one random projection, drawn with a fixed seed: both sides must use the same one, or
+equal rows would not meet. A square weight has the same shape when it is transposed, so
+`is_transposed` looks at the values too. Another arrangement to recognize is another function here
+and a branch in `pairing._pair`.
+"""
 
 from __future__ import annotations
 

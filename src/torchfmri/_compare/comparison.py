@@ -1,4 +1,10 @@
-"""The result of a comparison: every pair, the first difference, a table and a picture."""
+"""The `Comparison` that `torchfmri.compare` returns for two runs of a model.
+
+`entry_point` makes it, users and `torchfmri compare` read it. It judges nothing: each `Pair`
+already knows whether it differs. Wording, the layout of the table and the number of its lines may
+change. The attributes and the keys of `to_dict` are public, since `--json` prints them, and `agree`
+must stay False where both sides are NaN, because nothing was compared there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""`compare`: where two runs part, and whether that is rounding."""
+"""`torchfmri.compare`: find where two runs part, and whether that is rounding.
+
+Users and `torchfmri compare` call `compare`; histories go on to `histories`, everything else
+becomes two `Side`s. The order of the steps matters. The two sides first agree on what counts as a
+token, because noise is measured on these rows; then each side is run again for its noise; then
+layers are matched, tensors are paired, and the first pair that differs is explained. Only the first
+direction that differs gets an origin and kinds: what comes after a difference follows from it. The
+signature of `compare` is public.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What kind of difference it is: from modules, data, routers, and the values themselves."""
+"""Collect the `Kind`s of the first difference, the surest first.
+
+`entry_point` calls `explain` once for the first direction that differs. The tests themselves are in
+`causes` (modules), `choices` (routers), `changes` (data), `matching` (layers without a partner),
+`origin` and `kinds` (values); this file only decides which of them apply. Facts about the modules
+must come before guesses from values, because users read the first kind as the reason. A new kind
+belongs in one of those files and in the table of `docs/compare.md`.
+"""
 
 from __future__ import annotations
 

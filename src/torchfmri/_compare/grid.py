@@ -1,4 +1,11 @@
-"""Where the tokens of a batch are, so that two batches are compared token by token."""
+"""`PositionGrid`: which positions of a batch are tokens, and in which order its rows come.
+
+`run` and `sources` make grids from data, masks or shapes; `recording` uses them to turn tensors
+into tables with one row per token. Thanks to `order` and `kept`, a reversed batch or one padded on
+the other side gives the same rows, which every comparison token by token relies on. All tensors
+here are on the CPU, and padding is never a row. The names of arguments that are taken for masks or
+embeddings may be extended at the top.
+"""
 
 from __future__ import annotations
 

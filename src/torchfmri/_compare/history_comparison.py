@@ -1,4 +1,11 @@
-"""The result of comparing two training runs: the first step that parts, a table, a picture."""
+"""The `HistoryComparison` that `torchfmri.compare` returns for two training runs.
+
+`histories` makes it together with its `StepDifference`; users and `torchfmri compare` read it. The
+gaps and what is allowed come in finished, so text, table and pictures may change freely. The
+attributes and the keys of `to_dict` are public (`--json` prints them). In `gaps`, nan means that
+one side has no value and infinity that they cannot be equal: keep the two apart when you draw or
+sum.
+"""
 
 from __future__ import annotations
 

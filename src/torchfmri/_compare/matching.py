@@ -1,4 +1,11 @@
-"""Which layer of one side is which layer of the other."""
+"""Match the layers of both sides: `match_layers` returns a `Matching`.
+
+`entry_point` calls it before any tensor is compared; `explanation` asks here for layers that only
+one side has. The ways to match are tried from certain to doubtful: the user's names, equal names,
+ends of names, then, while less than half have a partner, weights and finally order and shape. A
+later way must not touch pairs of an earlier one. Each way that guesses puts a sentence into `doubt`
+for the user, since a wrong pair looks like a difference.
+"""
 
 from __future__ import annotations
 

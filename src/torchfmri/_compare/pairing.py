@@ -1,4 +1,11 @@
-"""Every tensor of one side beside its partner, and how far the two are apart."""
+"""Pair each tensor of side a with its partner in b and measure their distance: `pair_up`.
+
+`entry_point` calls it with two sides and the matched layers, and gets one `Pair` per tensor, in the
+order in which a computes them; "first difference" means first in this order. `_threshold` decides
+what is allowed, from the measured noise of both sides or from `_ROUNDING`, which is only used where
+neither side can be run again. Tensors that cannot be compared because the two batches are laid out
+differently are left out with a note, never counted as equal.
+"""
 
 from __future__ import annotations
 

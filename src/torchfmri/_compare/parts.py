@@ -1,4 +1,11 @@
-"""Parts of a batch: a model that is called several times, with the next tokens or the next rows."""
+"""Put together the calls of a model that reads a batch in several parts.
+
+A model may be called with the next tokens (generation, with or without a cache) or with the next
+rows. `find_parts` recognizes this from the shapes that layers returned, and `BatchParts.join` makes
+one tensor of the parts, so that such a run can be compared with a single pass. Only `recording`
+uses it. A guess that is wrong would compare tokens with other tokens: shapes that fit no pattern
+exactly must give an empty `BatchParts`, and tensors that do not fit together None.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Pictures of a comparison: layers down, tokens across; and how rounding grows along the depth."""
+"""The pictures of a `Comparison`: layers by tokens, and the difference along the depth.
+
+`Comparison.plot`, `plot_depth` and `draw` call these functions, and document their arguments. The
+picture of layers by tokens is a `Brain` of `visualization`, filled in by `_brain`. Colours, sizes
+and titles may change. A value of 1 is what noise allows on both sides, and matplotlib is imported
+only inside `visualization`, so that comparing does not need it.
+"""
 
 from __future__ import annotations
 

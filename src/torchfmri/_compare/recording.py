@@ -1,4 +1,11 @@
-"""A recording: the tensors of one pass, layer by layer, as rows of tokens."""
+"""A `Recording`: the tensors of one pass in their order, each as a table with one row per token.
+
+`side` makes recordings from a `RecordedPass` of `run`, and `sources` from saved results; nearly all
+files of this room read them. Tables are float64 on the CPU, whatever the model computed in, so that
+comparing adds no rounding. `relative` measures noise as well as differences, because only distances
+of one kind can be compared by a factor. A `RecordedPlace` names a tensor and is a key of
+dictionaries in other files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A run: a model, its data and how it is called; and what is recorded while it runs."""
+"""`Run`, one side of a comparison that can be run, and the functions that record it.
+
+Users make a `Run`, or `compare` makes it from a model and data. `side` and `origin` call `record`
+and its variants: the same pass again, with rows in the opposite order and one thread, with redrawn
+rounding, or seen from outside where code is compiled. Each returns a `RecordedPass`. Every pass
+copies the data and puts the model and the random state back, so that all passes start alike; what
+one left behind would be measured as noise of the next. The fields of `Run` are public.
+"""
 
 from __future__ import annotations
 

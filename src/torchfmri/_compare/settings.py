@@ -1,4 +1,11 @@
-"""Runs from words: `attn=eager`, `dtype=bfloat16`, `cache=on`, for the command line."""
+"""Make a `Run` from words such as `attn=eager` or `dtype=bfloat16`, for the command line.
+
+Only `torchfmri compare` (`cli/compare.py`) uses this file: it parses `--a` and `--b` with
+`parse_settings`, and `run_with` loads and prepares the model. A new setting is an entry in
+`CHOICES`, which the help text lists, and a step in `_prepared`. Positions count tokens and not
+padding, and the first token of a row has no label; otherwise left and right padding would differ
+without any fault of the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""One side of a comparison: a recording, and how far it differs from itself."""
+"""A `Side` of a comparison: a recording, and its noise, the difference between it and itself.
+
+`sources` makes sides, and `entry_point` calls `measure_spread` on live ones: it runs the model
+again with redrawn rounding, unchanged, and with rows and threads rearranged. Each tensor gets the
+largest of these as its `Spread`. A tensor that moves far more when rows change places than when
+rounding is redrawn depends on the order of the batch. That is left out of the noise and reported,
+because it would hide real differences. The limits at the top are measured, as their comments say.
+"""
 
 from __future__ import annotations
 

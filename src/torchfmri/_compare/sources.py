@@ -1,4 +1,11 @@
-"""Sides of a comparison, made of runs, recordings, scans or paths of saved ones."""
+"""Turn whatever the user hands to `compare` into a `Side`.
+
+`entry_point` calls `opened` for paths and `side_of` for the rest: a `Run`, one or several
+`Inspection`s, or a `Scan`. A new source needs a branch in `side_of`, and in `opened` if it can be a
+file. Errors of the user's model pass through `running`, which names the side and keeps the error as
+the cause. A scan holds only the size of each token's values, so its recording is marked "rms", and
+`entry_point` then reduces the other side in the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Partners found by their weights: a port has other names, but it loads the same numbers."""
+"""Match layers by their weights, for a port of a model with other names.
+
+`matching` calls `match_by_weights` where names tell too little, and then `match_by_place` for
+layers whose weights differ but which stand between the same partners. The fingerprint of a weight
+is made of sums in bfloat16 and of its sorted shape, so that it stays the same in another dtype,
+transposed, or with permuted units. A layer is only matched when both sides have equally many
+candidates. The weight that was loaded wrongly is often the bug that is looked for: its layer must
+still find a partner.
+"""
 
 from __future__ import annotations
 

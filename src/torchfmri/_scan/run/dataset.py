@@ -1,4 +1,12 @@
-"""A scan of many prompts, which goes on where it was interrupted."""
+"""Scan many prompts into a folder, and go on where an earlier run was interrupted: `scan_rows`.
+
+`entry_points.scan_dataset` and `torchfmri scan` with a dataset call it; users get the
+`DatasetScan`. Whatever interrupts it, the folder must in the end hold what one run without
+interruption would have written. That is why batches follow from the order of the rows and not from
+what is missing, why each batch has a seed made from its first row's name, and why nothing is
+written of a sampled row that was run alone. Among several processes only the first one lists what
+is missing.
+"""
 
 from __future__ import annotations
 

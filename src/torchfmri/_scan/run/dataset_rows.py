@@ -1,4 +1,10 @@
-"""The rows of a dataset: a file of JSON lines, or any sequence of records."""
+"""The rows of a dataset, from a file of JSON lines or from any sequence: `rows_of`.
+
+`entry_points.scan_dataset` calls it, and `dataset` scans the `DatasetRow`s. Rows are read when they
+are asked for, so a large dataset is never in memory as a whole. The names of rows (their ids, else
+place and content) are stored in scan folders: if they change, every row of an existing scan counts
+as new and is scanned again. To look for prompts in another field, extend `FIELDS`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Run a language model's own `generate`, or a plain loop where it has none."""
+"""Let a model write, with its own `generate`, the user's loop, or a plain loop: `Decoding.run`.
+
+`Scanner` makes a `Decoding` for each batch and `BatchRun` runs it; `description` puts its options
+into the meta of a scan. The tokens must be those that the model would write without a scan, so
+options are passed on, and `Endings` asks the user's own stopping criteria in their place. Methods
+in which the model runs on tokens that are later rejected (beams, assisted decoding) are named by
+`pass_only`: their activations can only come from a pass afterwards. A new option of `generate` that
+may choose another token than the likeliest belongs in `_NEUTRAL`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What a scan says about itself: the model, what was measured, and how."""
+"""The meta of a scan: which model it is of, what was measured, and how.
+
+`Scanner` calls `scan_meta` for every scan and for the folder of a dataset, where it becomes
+`meta.json`. Keys may be added. All keys but those in `VOLATILE` of `store/meta.py` must be equal
+before sequences are added to a stored scan, so a change of `fingerprint` or `config_hash` locks
+users out of the scans that they have begun. Folders are cut off the name of the model, because
+scans are shared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Where each sequence of a batch ends, noted while it is generated."""
+"""Note where each sequence of a batch ends while it is generated: `Endings`.
+
+`Decoding` hands it to `generate` as the only stopping criterion, with the user's own criteria
+inside; `live` and `batch_run` ask for the lengths. Answers of the user's criteria stay on the
+device, since reading one would make every step wait for the GPU. Only the first end of a row
+counts, since padding may be the ending token itself.
+"""
 
 from __future__ import annotations
 

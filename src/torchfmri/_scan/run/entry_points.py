@@ -1,4 +1,11 @@
-"""The door to scans: one prompt or a batch, at once or token by token."""
+"""The public functions `scan`, `stream` and `scan_dataset`.
+
+Users and the package's `__init__` import them through `_scan`; the command line uses `Scanner`
+directly. They turn flat arguments into `ScanOptions`, hand over to `Scanner` or `dataset`, and hold
+the documentation. Signatures are public; a new option of a scan goes into `ScanOptions` first.
+`stream` enters the caller's autocast again, because the model runs in another thread there and
+autocast belongs to a thread.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The position_ids used while generating, so that the pass for gradients can use the same."""
+"""Notice which position the first token has while a model generates: `FirstCall`.
+
+`BatchRun` puts it around generation and feeds the same `position_ids` to the passes for gradients;
+otherwise a model that counts differently by itself (RoBERTa starts at 2) would compute something
+else there. Only the first call is looked at, and the hook removes itself in it, so later steps pay
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Layers side by side: the outputs of many layers as one tensor, reduced by a few operations."""
+"""Join the outputs of many layers to one tensor, so that few operations reduce them all.
+
+`live`, `live_hooks`, `readings` and `compiled_step` use a `FlatLayout`: with hundreds of layers and
+one token per step, the number of operations is the cost. `layout_of` makes each layout once per
+subject and device. Layers are sorted so that voxels of one size stand together, so `columns` must
+be used to put norms back to the voxels of the anatomy. `voxel_norms` computes in float32 at least:
+squares overflow in float16.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Learning costs: the norms of the parameters' gradients, by token, layer and voxel."""
+"""Learning costs of a scan: gradient norms of parameters by token, layer and voxel.
+
+`gradient_pass` and `cached_pass` call `read_costs` with token gradients of keep="voxels";
+`token_loss_pass` adds token by token with `CostSums`. Both put the result into a `ScanPass`.
+Squares are added up and the root is taken once at the end. nan means that no gradient came, which
+is not the same as 0, and what is missing is named in `missed` or `notes`. All parameters are added
+in one operation per table, since a model has hundreds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The door to lenses and attributions: a model, its tokenizer and one prompt."""
+"""The public functions `lens`, `attribute_logit` and `attribute_inputs` for one prompt.
+
+They encode the prompt, check the model, run it in eval mode without a trace (`_reading`), and leave
+the mathematics to `_lens`. They are in this room because they share prompts, spelling and refusals
+with scans. Signatures are public. Everything that can be refused is refused before the model runs,
+and a token given as text must be a single token, since a logit belongs to one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A scan on the viewer's board while it is being made: tokens as they come, then the whole scan."""
+"""`LiveBoard`: a scan in the viewer while it is being made.
+
+`torchfmri scan` and `torchfmri chat` tell it of each token, and the viewer's server reads it from
+other threads. The finished sequences are an ordinary `ScanBoard`; the one that is coming has only
+activations, and every method must first ask `_now` which of the two it is asked about.
+`_Coming.add` appends to `tokens` last, because readers take that length as the length of the
+sequence. A new method of `Board` needs its answer for an unfinished sequence here.
+"""
 
 from __future__ import annotations
 

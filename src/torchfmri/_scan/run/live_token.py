@@ -1,4 +1,10 @@
-"""A token as it comes while a model generates."""
+"""`LiveToken`, one token with its activations right after the model has been run on it.
+
+Users get it in `on_token` and from `stream`; `live_board` shows it. `BatchRun` makes tokens from
+steps with the function that `live_tokens` returns. The fields are public and are numpy arrays on
+the CPU, so nothing a user keeps holds GPU memory. Tokens come in order of position, and padding is
+left out.
+"""
 
 from __future__ import annotations
 

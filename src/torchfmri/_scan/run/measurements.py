@@ -1,4 +1,10 @@
-"""Norms per voxel, converted to norms per layer and to rms per layer or voxel."""
+"""Convert norms by voxel into norms by layer, and into rms by layer or voxel.
+
+`readings`, `batch_rows` and `live_token` use it, so that live tokens and finished scans show equal
+numbers. Voxels that are experts are not added to those that are units, or values would count twice.
+A layer that is called several times per token has as many times the units in its rms. A layer
+without such voxels has nan, not 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""How a language model is called on token ids, and where its logits are."""
+"""Call a language model on token ids, and find the logits in what it returns.
+
+All passes of a scan call models through `call_model`, and `_lesion` uses `logits_of`, `is_causal`
+and `refuse_unknown_ids` too. What a model takes is read from the signature of its forward, never
+from a list of model names. The position ids are only fed where padding or an earlier call requires
+it, because they must be the same in generation and in the passes after it. `held_positions` runs at
+every step, so it asks no cache that would wait for the device.
+"""
 
 from __future__ import annotations
 

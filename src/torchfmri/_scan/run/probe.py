@@ -1,4 +1,11 @@
-"""Two short passes without gradients: what a scan finds out about a model before it begins."""
+"""Two short passes without gradients: what a scan finds out about a model before it begins.
+
+`subject.find_subject` makes a `Probe` once for each model and asks it for token axes, layers whose
+rows are not in the order of tokens, embeddings and the longest sequence. The two passes differ in
+length, since a shape alone does not say which axis is the tokens. Whatever both agree on is
+believed; in doubt a layer is left out with a reason, because wrong tokens would look like a result.
+The model is left as it was.
+"""
 
 from __future__ import annotations
 

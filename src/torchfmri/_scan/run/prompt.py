@@ -1,4 +1,11 @@
-"""What a model is asked: text, chat messages or token ids, one or a batch, as one padded tensor."""
+"""Turn a text, chat messages or token ids into one padded tensor: `encode`.
+
+`Scanner`, `lenses` and `_lesion` call it and get an `EncodedPrompt`. Texts are used as they are,
+and templates and special tokens are those of the tokenizer; nothing is added here. Models that go
+on writing are padded on the left, so that all rows write at the same position. A batch that is
+already padded on the wrong side is refused rather than moved. Another kind of prompt is a branch in
+`encode` or `_ids`.
+"""
 
 from __future__ import annotations
 

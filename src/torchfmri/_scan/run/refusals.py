@@ -1,4 +1,10 @@
-"""What cannot be scanned, said before the model runs: by its name, with what to do instead."""
+"""Refuse what cannot be scanned, before the model runs, with what to do instead.
+
+`Scanner`, `lenses`, `dataset` and `_lesion` call one function for each reason; `live` uses the last
+two for what only shows while generating. Without a refusal the scan would be wrong, fail in the
+middle or hang. Each message names the user's own value and another way. `refuse_other_prompts`
+talks to the other processes, so all of them must reach it.
+"""
 
 from __future__ import annotations
 

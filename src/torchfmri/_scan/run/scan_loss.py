@@ -1,4 +1,11 @@
-"""Which loss a scan's gradients are of."""
+"""The loss that the gradients of a scan are of: `ScanLoss`, one value per position.
+
+`Scanner` makes it with `check_loss`, before anything is generated; the gradient passes compute it
+and ask which positions have a gradient. Position t holds the loss computed from the logits at t.
+The sentence in `text` is stored in the meta of scans and read again by `record/reading.py`, which
+looks for `OWN_LOSS` and `ALL_TOKENS` in it. Users' functions are called with output, ids and
+generated, and with `mask` only if they name it.
+"""
 
 from __future__ import annotations
 

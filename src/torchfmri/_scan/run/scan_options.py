@@ -1,4 +1,10 @@
-"""What a scan measures."""
+"""`ScanOptions`: what a scan measures, and of which layers.
+
+Users make it for `Scanner` and `scan_dataset`, `scan` makes it from its arguments. It checks every
+value that can be judged without the model. Fields are public: a new one needs a default that
+changes nothing, an entry in the documentation, an argument of `scan` where one prompt may want it,
+and a line in `description.py` if two scans that differ in it must not share a folder.
+"""
 
 from __future__ import annotations
 

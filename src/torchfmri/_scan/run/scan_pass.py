@@ -1,4 +1,11 @@
-"""The batch that a pass of a scan is fed, and what the pass found."""
+"""Two records that the passes of a scan share: `Sequences` go in, a `ScanPass` comes out.
+
+`BatchRun` makes the sequences and chooses the pass; `gradient_pass`, `cached_pass` and
+`token_loss_pass` fill a `ScanPass`, `batch_rows` cuts it into rows. All tensors are (b, s, ...)
+over the padded batch. None means that a quantity was not measured, nan that it has no value at that
+position, and what could not be measured has a reason in `missed`. A new quantity is a field here,
+filled in a pass and cut in `batch_rows`.
+"""
 
 from __future__ import annotations
 

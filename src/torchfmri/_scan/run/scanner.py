@@ -1,4 +1,11 @@
-"""WIRE: scan a language model: let it generate under watch, run the result once with gradients."""
+"""`Scanner`: scan one model, prompt by prompt.
+
+`scan`, `scan_dataset`, the command line and users make one for a model. It checks everything that
+can be wrong before the model runs, describes what will be measured, lets `BatchRun` do the work and
+puts the `Scan` together. What is found out about the model (`find_subject`) is kept for the next
+prompt, so the model must not change its layers in between. The model, its `.grad`, mode and random
+state are put back however a scan ends; keep the work inside `unchanged`.
+"""
 
 from __future__ import annotations
 

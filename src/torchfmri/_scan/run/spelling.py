@@ -1,4 +1,11 @@
-"""The bytes that each token stands for; a token need not be whole characters."""
+"""Spell token ids as bytes: `Speller`.
+
+`Scanner` and `lenses` make one for a tokenizer; scans store what it returns. It returns bytes
+because a token may be a part of a character: bytes can be joined and then decoded. Byte-level,
+SentencePiece and WordPiece vocabularies are told apart by their contents, not by the tokenizer's
+class; a new kind is a branch in `_look_up`. `two_scans` pairs tokens by these bytes, so a change
+here also changes which tokens are compared.
+"""
 
 from __future__ import annotations
 

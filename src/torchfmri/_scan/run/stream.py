@@ -1,4 +1,11 @@
-"""A scan as an iterator: each token as soon as the model has been run on it."""
+"""`ScanStream`: iterate over the tokens of a scan while the model generates.
+
+`entry_points.stream` makes it. The model runs in a thread of its own and waits when the reader is
+`_WAITING` tokens behind. However the loop ends (break, error, Ctrl-C), `close` joins the thread
+before control returns, or the user would get a model that still has hooks on it. Between the
+threads there are only `SimpleQueue`s: Ctrl-C inside `queue.Queue.get` can leave its lock in a state
+that raises an error of its own.
+"""
 
 from __future__ import annotations
 

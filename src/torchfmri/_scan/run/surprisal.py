@@ -1,4 +1,10 @@
-"""How surprising tokens are, from the logits that they were drawn from."""
+"""Surprisal and entropy of tokens, in nats, from the logits they were drawn from.
+
+`gradient_pass` and `cached_pass` call `surprisal_and_entropy` on whole sequences; `live` feeds a
+`Surprisals` step by step, which reads the waiting logits together. The logits of a step are copied
+at once, because `generate` may divide them by a temperature in place. nan means that the model gave
+no logits for a token. Narrow dtypes are computed in float32.
+"""
 
 from __future__ import annotations
 

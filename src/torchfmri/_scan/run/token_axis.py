@@ -1,4 +1,11 @@
-"""Which axes of a layer's output are tokens, resolved from passes of two lengths."""
+"""Which axes of a layer's output are tokens, found from passes of two lengths: `resolve`.
+
+`probe` calls it with the shapes it saw; `subject`, `row_order` and `live` then turn outputs into
+(b, s, w) with the `Resolved` axis. The first arrangement in `AXES` that fits all passes with the
+same sizes inside a token is taken, so a new one goes behind those that are likelier. Outputs of
+another shape than expected must give None, not a guess. `first_tensor` says which tensor of a
+layer's output is scanned; live hooks and passes must agree on it.
+"""
 
 from __future__ import annotations
 

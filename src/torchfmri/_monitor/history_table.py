@@ -1,4 +1,9 @@
-"""One step of a History as a table for the terminal."""
+"""One step of a `History` as a table for the terminal: `history_table`.
+
+Only `Monitor.table` calls it, and `text_table` of `_text` lays the table out. The wording may
+change. A series without values at that step has no line, and a history without steps gives a
+sentence instead of an error, since a table may be asked for before training begins.
+"""
 
 from __future__ import annotations
 

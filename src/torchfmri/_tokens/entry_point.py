@@ -1,4 +1,11 @@
-"""The door to token gradients: which of the three quantities of that name is meant."""
+"""The public function `token_gradients`: it chooses between two kinds of token gradients.
+
+Users call it for `TokenGradients` (per="position", from one ordinary backward pass) or
+`TokenLossGradients` (per="token_loss", a backward pass per token). It only checks and hands on; the
+work is done in `calls` and `losses`. The signature is public, and the overloads tell type checkers
+which class comes back, so a new argument goes into them too. "cached" is refused here because it
+needs a model that generates, which is a scan.
+"""
 
 from __future__ import annotations
 

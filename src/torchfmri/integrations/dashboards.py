@@ -1,4 +1,12 @@
-"""The dashboard runs that a trainer has opened itself: found, so that they get a summary."""
+"""Find the dashboard runs that a trainer has opened itself, so that they get a summary.
+
+The callbacks in `huggingface` and `lightning` ask here for open runs, and `writer_for` wraps each
+in a writer of `writers`. It never opens a run, and imports no dashboard package: if a run is open,
+that has been imported already. Only the main process yields runs, since the others have none.
+Trainer gives its TensorBoard writer to no other callback, so that one is looked for among all
+objects; keep the comparison of exact types there, because `isinstance` makes lazy objects load.
+Another dashboard is a branch in `writer_for` and in the function of its trainer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""RESULT: which parameters have token gradients, by which rule, and how well they add up."""
+"""`Coverage`: how each parameter's token gradients were found, and how well they add up.
+
+`TokenGradients.coverage()` and `TokenLossGradients.coverage()` fill in the rows; users read them.
+Fields and `to_dict` are public; the table may change. The rule "none" means that there are no token
+gradients, and `missing` relies on that word. A residual of None means that nothing could be
+compared, which is not 0, and a NaN must stay visible in `residual`, since `max` alone would lose
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""RESULT: the gradients of one parameter, token by token, which are never formed as a whole."""
+"""`TokenGradient`: the gradient of one parameter through each token, kept as factors.
+
+`calls/runs.py` makes it, users get it by `tokens[name]`, and `TokenSelection` adds several up. Its
+shape is that of all tokens times the parameter and is never allocated, except in `materialise`: a
+new method works on `terms()`, or in slices of tokens. It has either terms or `reduced` numbers
+(keep="norms" or "voxels"), so a method needs one of the two. Public methods leave padded positions
+out; `total` and `probes` keep them, because they are compared with what autograd added up. Every
+public method is `in_full`, or it would compute in the caller's autocast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What has to be known about a parameter: its names, and which of its axes are units."""
+"""`ParameterInfo`: a watched parameter's names, and which of its axes are units and voxels.
+
+`calls/plan.py` calls `describe` for each parameter of a plan, and scans and edits use it so that
+all have the same voxels: heads in attention projections, experts where experts are rows, else
+`VOXEL` neighbours. Layers are known by the names of their classes, so that nothing has to be
+imported; a layer with its units on other axes needs a line in `_sides`. Voxel sizes are part of
+stored scans: another default makes new scans differ from old ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Arithmetic in the precision of what is kept, whatever autocast the caller is in."""
+"""Switch autocast off where token gradients are computed or read.
+
+`in_full` decorates the methods of results, and `without_autocast` surrounds computations in hooks,
+which run inside the user's autocast. Without them products of factors would be rounded to 16 bits,
+and the tokens would no longer add up to `.grad`. `in_full` runs at every call of a method, so it
+asks `may_autocast` first and costs little where autocast is off.
+"""
 
 from __future__ import annotations
 

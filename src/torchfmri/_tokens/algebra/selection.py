@@ -1,4 +1,11 @@
-"""RESULT: token gradients of several parameters that share their tokens."""
+"""`TokenSelection`: token gradients of several parameters that share their tokens.
+
+`TokenGradients.select` and `on` make it; users get norms, inner products and projections over all
+of its parameters together. Only parameters with the same token axis may be put together, which the
+maker has to ensure: numbers of different tokens can be added without any error, and mean nothing.
+Norms are added up as squares, grouped by padding mask, so that hundreds of parameters take few
+operations.
+"""
 
 from __future__ import annotations
 

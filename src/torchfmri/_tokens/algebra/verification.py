@@ -1,4 +1,10 @@
-"""RESULT: which rows of which layers change with a token, and what that says of its gradients."""
+"""`TokenVerification`: which rows changed with a token, and the verdict on each layer.
+
+`calls/verification.py` makes the rows and decides the verdicts; `TokenGradients.verify()` returns
+the result to users. This file only counts and prints. Fields, `to_dict` and the words in `VERDICTS`
+are public, and their order, from best to worst, decides which verdict a layer gets. "not judged"
+comes last but must not outweigh a real verdict.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""REDUCE: squared norms by voxel, a group of neighbouring output units."""
+"""Squared gradient norms by voxel, a group of neighbouring output units.
+
+`TokenGradient.norm(by="voxel")` calls `voxel_squares` on terms, and `calls/norms.py` both functions
+during the backward pass. Both must group in the same way, from unit 0 on with a smaller last group,
+because results of either kind are compared and added. `grouped_squares` computes in float32 at
+least: squares overflow or vanish in 16 bits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""CAPTURE: what came of each parameter: whether a gradient reached it, and why it is missing."""
+"""`Account`: which parameters got a gradient, and why token gradients are missing.
+
+`Capture` makes one per block; `arrivals` and `owners` write into it while passes run, and
+`TokenGradients` reads it for `names`, `notes`, `coverage()` and its errors. Errors are kept without
+their frames, and `reason` returns a copy to raise: an error that keeps its frames keeps every
+tensor in them alive. The first reason of a parameter counts, since later ones often follow from it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""WIRE: token gradients of a model: attach, let the user's passes run, detach, read."""
+"""`TokenGradients`: attach to a model, let the user's passes run, detach, and read the results.
+
+`token_gradients(per="position")` and the gradient pass of a scan make it. Its first part attaches
+hooks and removes them however the block ends; the rest reads, adds up over parameters (`select`,
+`norm`, `gram`), and proves (`coverage`, `verify`). Methods and their errors are public. Numbers
+that are compared with autograd (`coverage`) stay on the device and are fetched once together,
+because each transfer waits for the GPU. A parameter without token gradients must raise or be
+listed, never count as zero.
+"""
 
 from __future__ import annotations
 

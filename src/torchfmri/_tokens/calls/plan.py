@@ -1,4 +1,12 @@
-"""WIRE: what to watch: the parameters that a pattern selects, and the modules that use them."""
+"""What to watch: the parameters that a pattern selects, and the modules that use them.
+
+`plans` calls these functions once per model and keeps the result, and
+`token_gradients(per="token_loss")` uses `find_parameters`. A tied parameter has one first name and
+is watched in all of its layers. The code of forward methods is read to find containers that use
+weights of modules below them without calling those. When that reading is in doubt, the container
+must be watched: a missed use would make token gradients that do not add up, whereas one watched in
+vain only costs time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Inner products of every token's gradient with a direction, from one forward-mode pass."""
+"""The public function `token_loss_dots`: inner products of each token's gradient and a direction.
+
+Users call it; nothing else in the package does. It needs one forward-mode pass for all tokens,
+where their gradients would need one backward pass each, and it gives the same numbers as
+`TokenLossGradients.dot`. Attention runs as plain matrix products meanwhile, since fused kernels
+have no forward mode, and compiled code runs eagerly. The tangent is copied before it leaves,
+because it ends with the dual level.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""RESULT: the gradients of every token's own loss with respect to one parameter."""
+"""`TokenLossGradient`: the gradient of each token's own loss for one parameter.
+
+`loss_pass` makes it from `Computed`, and users get it by `tokens[name]`. Norms are always there.
+The rest is either what was asked for in `backward(...)` or computed from kept factors; a method
+that finds neither must name the argument to give, because the gradients are gone by then. Blocks
+are the tokens of one chunk, in order. `project` uses the same map as per="position", so that both
+kinds can be compared.
+"""
 
 from __future__ import annotations
 

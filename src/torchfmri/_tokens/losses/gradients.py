@@ -1,4 +1,11 @@
-"""WIRE: attach to a model, and differentiate every token's own loss (`per="token_loss"`)."""
+"""`TokenLossGradients`: differentiate every token's loss inside a `with` block, then read.
+
+`token_gradients(per="token_loss")` makes it, and users call `backward(losses)` inside the block.
+The hooks only note calls (`MatrixCalls`); `backward` runs `LossPass` and keeps the results. It uses
+`torch.autograd.grad` and keeps the graph, so `.grad` stays untouched and the user's own backward
+still works afterwards. Methods have the names and meanings of `TokenGradients`, so keep the two
+alike.
+"""
 
 from __future__ import annotations
 

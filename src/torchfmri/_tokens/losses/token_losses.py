@@ -1,4 +1,10 @@
-"""Each token's own loss, for causal language models."""
+"""The public function `token_losses`: one loss per token of a causal language model.
+
+Users hand its result to `tokens.backward`, and scans take their losses from it. Column t is the
+loss computed at position t, about token t + 1: this alignment is shared with per="position" and
+must not move. The values add up to the loss of the given reduction. Labels are shifted instead of
+logits, since shifting these would copy the largest tensor of the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""CAPTURE: the gradient of each token's loss at given places of the graph, chunk by chunk."""
+"""`VectorJacobian`: the gradients of some tokens' losses at chosen places of the graph.
+
+`loss_pass` uses it, once for the weighted sum of all losses and then for chunks of tokens. A chunk
+goes through the graph at once with `is_grads_batched`; where an operation cannot do that, tokens go
+one by one and `reason` keeps the error. Running out of memory is no such reason and passes through,
+so that it is not tried again more slowly. The graph is always retained. `loss_pass` asks
+`largest_gradient` how much memory one token needs.
+"""
 
 from __future__ import annotations
 

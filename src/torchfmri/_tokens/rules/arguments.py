@@ -1,4 +1,11 @@
-"""The tokens of what a model is handed: where following them begins."""
+"""The tokens of the arguments that a model or layer is called with, where following them begins.
+
+`token_map`, `rerun`, `verification` and the scan's `row_order` call `given_origins`. The tokens of
+a call are those of its ids or embeddings, and further arguments of the same batch and length share
+them; masks have none. A float argument could be (b, s, d) or (b, d, s): it gets both readings, and
+`layouts` decides later from the layers that read it. To treat an argument otherwise, change
+`_aligned` or `_beside`; every error here shows up in all layers after it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""New tokens for values that are computed from several old ones, and grids of tokens compared."""
+"""Make new token numbers for values computed from several old ones, and compare grids of tokens.
+
+`trace` makes one `Grids` for each pass that it follows; `joins`, `sums`, `layouts`, `steps` and
+operations ask it what a sum over tokens, a strided convolution or an upsampling is at. Two rows are
+the same new token only if they come from the same old ones. Wherever that cannot be told, return a
+code (`UNKNOWN`, `SEVERAL`): a parameter used there is then refused, while a wrong token would go
+unnoticed. Work on `compact` numbers, without axes of stride 0, or following a pass becomes slow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The tokens of a result that is computed entry by entry from operands with tokens of their own."""
+"""The tokens of a result computed entry by entry from operands that have their own: `Joins`.
+
+`trace` makes it, and operations such as addition or multiplication call `join`; `sums` uses
+`promoted` for products of matrices. The rules are tried from certain to doubtful: equal tokens, one
+operand that says less, one grid that is finer, a step of a recurrence. The result must not depend
+on the order of the operands. What no rule decides keeps both candidates, or is `SEVERAL`, and is
+refused when a parameter is used on it. The marks that recurrences need (`seen`, `walk`, `pair`) are
+united in `join`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Operations that move entries and change none, done on the numbers of tokens instead."""
+"""Operations that only move entries (views, copies, indexing), done on token numbers instead.
+
+`operations`, `trace` and `tracker` call `moved_like` with tensors of numbers in place of data and
+get the numbers of the results. An operation may be entered in `_VIEWS` or `_COPIES` if it changes
+no value and its result depends on positions only. Numbers of tensors that are nobody's are
+`NOBODY`. Memory is imitated where views depend on it (`as_strided`, `window`), so strides of
+numbers and of data must match there.
+"""
 
 from __future__ import annotations
 

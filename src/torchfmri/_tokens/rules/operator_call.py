@@ -1,4 +1,11 @@
-"""One operation on data: its operands by name, and what is known of them."""
+"""`OperatorCall`: one operation on data, with its operands by name and what is known of them.
+
+`TokenRules` of `operations` extends it: `trace` makes one for each operation that it follows, and
+the rules read it. It finds names of operands in the operation's schema, so that a rule does not
+depend on whether they were given by place or by name. `Known` is the part of `TokenTrace` that
+rules may use; it is a protocol because `trace` imports `operations`, and importing it here would be
+a cycle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The tokens of rows that are written over others, or put beside them: is this their place?"""
+"""The tokens of rows that are written over others or put beside them (`cat`, `stack`, writes).
+
+`operations` calls `put_beside` and `written`, `trace` the second for writes in place. A recurrent
+model collects its states in this way, and a state can be put at its own position or at one that it
+has merely taken in. Where the place and the tokens contradict each other, rows become `SEVERAL` and
+their uses are marked lost, so that parameters used on them are refused. Loosening a condition here
+gives gradients at the wrong position that still add up.
+"""
 
 from __future__ import annotations
 

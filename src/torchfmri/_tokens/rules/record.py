@@ -1,4 +1,11 @@
-"""One call of a layer that has a rule: what it read, what came back, or numbers made of both."""
+"""`TokenRecord`: one call of a layer with a rule, from what it read to its parameters' terms.
+
+`capture` makes a record at each call, `arrivals` brings the gradient, `norms` may reduce both to
+numbers, and `parts` makes `UsePart`s that `runs` joins. `Watched` describes the module, `Axis`
+names the tokens. A model has hundreds of records per step: they use slots, keep tensors without
+their graph, and hold the module weakly, since plans outlive blocks. The input is checked for writes
+in place before it is used (`check_input`), because its values would be other ones by then.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What becomes of tokens in sums over axes and in matrix products."""
+"""The tokens of sums over axes and of matrix products: `Sums`.
+
+`trace` makes it, and operations call `reduced` and `product`. A sum over features keeps its token;
+a sum over positions makes a new one through `Grids`. A product of two tensors with tokens belongs
+to its rows, which makes attention scores belong to their queries, and keeps the columns as the
+second candidate. Where one operand is a state of a recurrence, `Joins` decides instead. Where an
+argument still has two readings, `Layouts` chooses.
+"""
 
 from __future__ import annotations
 

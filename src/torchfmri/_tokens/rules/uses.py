@@ -1,4 +1,12 @@
-"""REDUCE: one use of a parameter in an operation, and the gradient of its result -> terms."""
+"""Turn one use of a parameter in an operation into terms, given the gradient of its result.
+
+`rerun` calls `terms_of` for each `Use` that `tracker` recorded in a layer without a rule of its
+own. To support an operation, add a function to `_RULES`; operations entry by entry need none. A
+rule gets the places of the entries in the parameter, so it must also be right for views, slices and
+transposes of it. If tokens or operation are not understood, raise `NotUnderstoodError`, and `rerun`
+tries another exact way or names the operation to the user. `_ENTRIES` bounds what is formed in
+full.
+"""
 
 from __future__ import annotations
 

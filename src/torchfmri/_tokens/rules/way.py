@@ -1,4 +1,11 @@
-"""CAPTURE: the way that a pass takes: its operations and the numbers that they are called with."""
+"""Recognize whether a pass runs the same operations as the one that was followed.
+
+`trace` computes the number of a pass with `step` while following it; `passes` runs later passes
+inside a `Way` when Python state has changed, and refuses the tokens that were kept if the numbers
+differ. `Reads` reports values that leave torch, on which Python may decide what to run next. The
+hash leaves out tensors and floats, which move no entries, and includes everything else. It holds
+within one process only and must not be stored.
+"""
 
 from __future__ import annotations
 

@@ -223,6 +223,7 @@ class Sizes(NamedTuple):
     long_records: int  # constructor calls with more than five positional arguments
     laid_by_hand: int  # "# fmt: skip"
     repeated_class_names: int
+    one_line_docstrings: int  # files of which a docstring of one line is all that is said
 
 
 CEILINGS = Sizes(
@@ -234,6 +235,7 @@ CEILINGS = Sizes(
     long_records=0,
     laid_by_hand=90,
     repeated_class_names=0,
+    one_line_docstrings=4,
 )
 PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 
@@ -271,6 +273,24 @@ def repeated_class_names(sources: dict[Path, str]) -> list[str]:
     ]
 
 
+# A file is often opened alone, from a traceback or a search. One line says what it is about, and
+# leaves open who calls it, what may change and what must not. Files with fewer than 15 lines of
+# code show that themselves (doors that import nothing, `__main__`), so they are exempt.
+LINES_THAT_NEED_WORDS = 15
+
+
+def one_line_docstrings(sources: dict[Path, str]) -> list[str]:
+    """Return the files with code enough to need words, and with at most one line of them."""
+    found = []
+    for path, text in sources.items():
+        tree = ast.parse(text)
+        code = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+        words = (ast.get_docstring(tree) or "").splitlines()
+        if len(code) >= LINES_THAT_NEED_WORDS and len(words) < 2:
+            found.append(str(path))
+    return found
+
+
 def sizes_of(sources: dict[Path, str]) -> Sizes:
     files = [len(text.splitlines()) for text in sources.values()]
     nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
@@ -286,6 +306,7 @@ def sizes_of(sources: dict[Path, str]) -> Sizes:
         long_records=len(long_records(sources)),
         laid_by_hand=sum(text.count("# fmt: skip") for text in sources.values()),
         repeated_class_names=len(repeated_class_names(sources)),
+        one_line_docstrings=len(one_line_docstrings(sources)),
     )
 
 
@@ -300,7 +321,11 @@ def test_the_house_does_not_grow_out_of_its_sizes() -> None:
         for name, size, ceiling in zip(Sizes._fields, sizes, CEILINGS, strict=True)
         if size > ceiling
     }
-    named = [*long_records(sources), *repeated_class_names(sources)]
+    named = [
+        *long_records(sources),
+        *repeated_class_names(sources),
+        *one_line_docstrings(sources),
+    ]
     assert not grown, "\n".join([str(grown), *named])
     text = "".join(sources.values())
     comments = len(re.findall(r"^\s*#|  # (?!fmt:)", text, re.MULTILINE))
@@ -310,7 +335,10 @@ def test_the_house_does_not_grow_out_of_its_sizes() -> None:
 def test_sizes_are_counted() -> None:
     method = "    def f(self, a, *, b): return A(1, 2, 3, 4, 5, 6)  # fmt: skip\n"
     source = f"class A: ...\nclass A:\n{method}"
-    sizes = sizes_of({Path("a.py"): source, Path("b.py"): "def g(): ...\n" + "\n" * 400})
+    long = "def g(): ...\n" + "\n" * 400
+    few, many = "x = 1\n" * 5, "x = 1\n" * 20
+    terse, told = f'"""One line."""\n{many}', f'"""One line.\n\nAnd why."""\n{many}'
+    sizes = sizes_of({Path("a.py"): source, Path("b.py"): long, Path("c.py"): terse})
     assert sizes == Sizes(
         longest_file=401,
         files_over_400=1,
@@ -320,6 +348,10 @@ def test_sizes_are_counted() -> None:
         long_records=1,
         laid_by_hand=1,
         repeated_class_names=1,
+        one_line_docstrings=1,
     )
     assert long_records({Path("a.py"): source}) == ["a.py:3: A"]
     assert repeated_class_names({Path("a.py"): source}) == ["A: a.py, a.py"]
+    texts = {"terse.py": terse, "silent.py": many, "told.py": told, "small.py": few}
+    found = one_line_docstrings({Path(name): text for name, text in texts.items()})
+    assert found == ["terse.py", "silent.py"]

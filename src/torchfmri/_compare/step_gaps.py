@@ -1,9 +1,9 @@
 """Distances between the statistics of two training runs, as arrays of (step, series).
 
 `histories` calls these functions on two `RunTable`s, and `step_noise` reads columns with them.
-Distances are relative to the rms of the values, the unit in which noise is given too. nan means
-that one side has no value there; infinity means that counts, such as the number of NaN, differ.
-`histories` treats them differently, so no function here may turn one into the other.
+Distances of statistics are relative to the rms of the values, the unit in which noise is given too.
+nan means that one side has no value there; infinity means that counts, such as the number of NaN,
+differ. `histories` treats them differently, so no function here may turn one into the other.
 """
 
 from __future__ import annotations

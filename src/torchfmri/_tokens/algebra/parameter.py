@@ -3,8 +3,8 @@
 `calls/plan.py` calls `describe` for each parameter of a plan, and scans and edits use it so that
 all have the same voxels: heads in attention projections, experts where experts are rows, else
 `VOXEL` neighbours. Layers are known by the names of their classes, so that nothing has to be
-imported; a layer with its units on other axes needs a line in `_sides`. Voxel sizes are part of
-stored scans: another default makes new scans differ from old ones.
+imported; a layer with its units on other axes needs a line in `_sides`. Stored scans hold this
+division: if it changes, new sequences can no longer be added to an old scan.
 """
 
 from __future__ import annotations

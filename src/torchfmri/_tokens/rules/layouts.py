@@ -1,11 +1,11 @@
 """Which axis of a model's argument holds the features, told by the layers that read it.
 
 A float argument (b, x, y) can be tokens by features or the reverse, and nothing in its shape says
-which. `trace`, `sums` and operations report here how parameters meet it (summed over, per entry, by
-channel); `Layouts` notes that in the `Layout` of the argument's source and then chooses a reading.
-Evidence is only collected, never overwritten: where it contradicts itself or is missing, `uses`
-refuses and asks the user for `channels=`. So a new kind of evidence must hold for every layer that
-gives it.
+which. `sums` and the rules in `operations` report here how parameters meet it (summed over, per
+entry, by channel); `Layouts` notes that in the `Layout` of the argument's source and then chooses a
+reading. Evidence is only collected, never overwritten: where it contradicts itself or is missing,
+`uses` refuses and asks the user for `channels=`. So a new kind of evidence must hold for every
+layer that gives it.
 """
 
 from __future__ import annotations

@@ -225,6 +225,20 @@ def test_a_view_that_is_closed_lets_go_of_its_port_and_thread() -> None:
             View(ArrayBoard(np.ones((3, 2), np.float32)), port=port)
 
 
+def test_a_view_may_be_closed_while_its_server_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfmri._viewer.server._PATIENCE", 0.05)
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    view, free = View(ArrayBoard(np.ones((3, 2), np.float32)), token=TOKEN), threading.Event()
+    view._site.loop.call_soon_threadsafe(free.wait)
+    view.close()
+    assert view._thread.is_alive(), "it was not busy, so this shows nothing"
+    free.set()
+    view._thread.join(60)
+    assert not raised, raised[0].exc_value
+    assert view._socket.fileno() == -1, "the port is free again"
+
+
 def test_other_machines_need_a_flag_and_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     board = ArrayBoard(np.ones((3, 2), np.float32))
     with pytest.raises(InspectionError, match=r"host='0\.0\.0\.0' would let other machines in"):

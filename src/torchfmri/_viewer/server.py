@@ -28,6 +28,9 @@ from torchfmri._viewer.site import LOOPBACK, Asked, Site
 from torchfmri._viewer.state import check_state
 from torchfmri.exceptions import InspectionError
 
+_PATIENCE = 10.0
+"""Seconds that closing waits for the server's thread."""
+
 
 @dataclass(frozen=True)
 class Crosshair:
@@ -164,8 +167,7 @@ class View:
         """Stop serving."""
         self._on_close()
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(5)
-        self._socket.close()
+        self._thread.join(_PATIENCE)  # a busy thread ends later, and closes its socket itself
 
     def __enter__(self) -> View:
         return self
@@ -188,7 +190,8 @@ class View:
             started.set()
             await task
 
-        with contextlib.suppress(asyncio.CancelledError):
+        # Nobody else may close the socket: asyncio looks at it while it shuts the server down.
+        with self._socket, contextlib.suppress(asyncio.CancelledError):
             asyncio.run(serve())
         started.set()
 

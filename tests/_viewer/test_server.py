@@ -108,7 +108,8 @@ def test_a_foreign_origin_is_refused(view: View, origin: str) -> None:
     "path",
     [
         "../../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "static/viewer.js", "viewer.js/../../x",
-        "tile?level=0&x=-1", "tile?level=99", "tile?level=0&x=999999", "tile?x=1e3", "nothing",
+        "tile?level=0&x=-1", "tile?level=99", "tile?level=99999999999", "tile?level=0&x=999999", "tile?x=999999999999",
+        "tile?x=1e3", "nothing", "panels?column=999999999999", "sequence?sequence=999999999999",
         "tile?sequence=7", "tile?plane=../../meta.json", "values?row=99", "columns?chunk=x",
         "plane?metric=__class__", "tile?level=%D9%A1",
     ],
@@ -118,6 +119,14 @@ def test_what_does_not_exist_is_refused_in_words(view: View, path: str) -> None:
     assert status in (403, 404), text
     assert b"Traceback" not in text
     assert b"root:" not in text
+
+
+def test_what_is_far_beyond_the_end_is_empty(view: View) -> None:
+    for path in ("columns?chunk=999999999999", "sequences?first=999999999999"):
+        status, text, _ = ask(view, f"/{TOKEN}/{path}")
+        found = json.loads(text)
+        assert (status, found.get("pieces", found.get("found"))) == (200, [])
+    assert ask(view, f"/{TOKEN}/values?first=999999999999")[:2] == (200, b"")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])

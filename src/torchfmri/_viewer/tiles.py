@@ -248,9 +248,11 @@ class Plane:
         Raises:
             IndexError: There is no such tile.
         """
-        first, step = x * WIDTH << level, 1 << level
-        if not 0 <= level < self.levels or x < 0 or (first >= self.columns and x > 0):
+        # The level is looked at first: shifting by a huge one would take all memory and time.
+        first = x * WIDTH << level if 0 <= level < self.levels and x >= 0 else -1
+        if first < 0 or (first >= self.columns and x > 0):
             raise IndexError(f"tile {x} of level {level}")
+        step = 1 << level
         key = (level, x, mean)
         if key not in self._tiles:
             if level >= _POOLED and not mean:

@@ -419,9 +419,12 @@ def test_exports_hold_the_exact_values(page: Page, tmp_path: Path) -> None:
             files[kind] = tmp_path / f"x.{kind}"
             waited.value.save_as(files[kind])
     lines = list(csv.reader(io.StringIO(files["csv"].read_text("utf-8"))))
-    assert lines[0] == ["layer", *map(str, range(9))]
-    assert lines[1][1:] == [text.decode() for text in scan.tokens.spelling]
-    table = {line[0]: np.array(line[1:], np.float32) for line in lines[2:]}
+    assert lines[0][:2] == ["token", "text"]
+    columns = list(zip(*lines[1:], strict=True))
+    assert columns[0] == tuple(map(str, range(9)))
+    assert columns[1] == tuple(text.decode() for text in scan.tokens.spelling)
+    pairs = zip(lines[0][2:], columns[2:], strict=True)
+    table = {name: np.array(column, np.float32) for name, column in pairs}
     assert set(table) == set(scan.layers)
     values = scan.values("activation").values
     for column, layer in enumerate(scan.layers):

@@ -243,7 +243,7 @@ def written(scan: Scan) -> Scan:
 def test_the_bars_of_surprisal_end_at_what_was_written(page: Page) -> None:
     with torchfmri.view(written(make_scan(blocks=2, tokens=10)), browser=False) as view:
         page.open(view.url)
-        assert "to 1 nats, more" in page.text(".track-names")
+        assert "to 1 nats, ▔ beyond" in page.text(".track-names")
         tall = page.js(
             "(() => { const w = app.ui.tracks.width, c = app.ui.tracks.getContext('2d');"
             " const x = Math.round(app.scene.cell * 9.5);"

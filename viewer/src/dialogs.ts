@@ -69,7 +69,7 @@ export function openHelp(app: App): void {
   openPopup(app,
     h("div", { class: "help" },
       h("h2", {}, "What you see"),
-      h("p", {}, `${whatYouSee(board)} Hatched cells are NaN or infinite, plain grey ones were not measured. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
+      h("p", {}, `${whatYouSee(board)} Hatched cells are NaN or infinite, plain grey ones were ${board.missing?.[0] ?? "not measured"}. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
       h("dl", {}, ...app.data.sequence.metrics.filter((each) => each.shown).flatMap((each) => [h("dt", {}, each.title), h("dd", {}, `${each.meaning} (${each.unit})`)])),
       h("h2", {}, "Keys"),
       h("dl", { class: "keys" }, ...KEYS.flatMap((each) => [h("dt", {}, h("kbd", {}, each.name)), h("dd", {}, each.does)]))),
@@ -92,8 +92,7 @@ export function openMenu(app: App): void {
 
 /** All findings and notes in full, with what to do about them. */
 export function openFindings(app: App): void {
-  const { sequence, board } = app.data;
-  const all = findings(sequence.health, board.notes).map((each) => {
+  const all = findings(app).map((each) => {
     const item = finding(app, each);
     item.addEventListener("click", () => closePopup(app));
     return h("li", {}, item, each.advice && h("p", { class: "soft" }, each.advice));

@@ -80,6 +80,7 @@ function onControls(app: App): void {
   ui.help.addEventListener("click", () => openHelp(app));
   ui.live.addEventListener("click", () => app.viewport.follow());
   ui.allFindings.addEventListener("click", () => openFindings(app));
+  ui.notes.addEventListener("click", () => openFindings(app));
   ui.search.addEventListener("keydown", (event) => {
     event.stopPropagation();
     if (event.key === "Enter") void find(app, ui.search.value, event.shiftKey ? -1 : 1);

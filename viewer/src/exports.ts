@@ -137,18 +137,15 @@ export async function toSvg(from: Exported): Promise<Blob> {
 const wellFormed = (text: string) =>
   text.replace(/[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, (each) => (each < " " ? String.fromCharCode(0x2400 + each.charCodeAt(0)) : "\ufffd"));
 
-/** One line per row, one column per token, numbers that give the same float32 again. */
+/** One line per token, one column per row of the map, numbers that give the same float32 again. */
 export async function toCsv(from: Exported): Promise<Blob> {
   const { first, last, rows } = inView(from.scene);
   const values = await from.values(first, last);
   // A text that begins like a formula would be run by a spreadsheet.
   const field = (text: string) => `"${(/^[=+\-@\t\r]/.test(text) ? "'" + text : text).replace(/"/g, '""')}"`;
-  const columns = Array.from({ length: last - first }, (_, i) => first + i);
-  const lines = [
-    ["layer", ...columns.map(String)].join(","),
-    [field("text"), ...columns.map((t) => field(from.piece(t)?.text ?? ""))].join(","),
-    ...rows.map((row) => [field(row.name || "model"), ...Array.from(values.get(row.name) ?? [], exact)].join(",")),
-  ];
+  const lines = [[from.axis, "text", ...rows.map((row) => field(row.name || "model"))].join(",")];
+  for (let t = first; t < last; t++)
+    lines.push([t, field(from.piece(t)?.text ?? ""), ...rows.map((row) => exact(values.get(row.name)?.[t - first] ?? NaN))].join(","));
   return new Blob([lines.join("\r\n") + "\r\n"], { type: "text/csv" });
 }
 

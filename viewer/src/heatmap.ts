@@ -225,7 +225,7 @@ export function drawAxis(
   const to = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell));
   if (texts && scene.cell >= READABLE) {
     c.font = `${Math.min(12, Math.max(9.5, scene.cell - 3))}px system-ui, sans-serif`;
-    const label = (t: number) => short(visible(piece(t)?.text.trim() || piece(t)?.text || ""), 14);
+    const label = (t: number) => short(visible(piece(t)?.text.replace(/^ +| +$/g, "") || piece(t)?.text || ""), 14);
     let level = scene.cell >= LEVEL; // all of them, or none
     for (let t = from; t < to && level; t++) level = c.measureText(label(t)).width < scene.cell - 4;
     for (let t = from; t < to; t++) {

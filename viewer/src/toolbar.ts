@@ -4,7 +4,7 @@
 import type { App } from "./app";
 import { Header, MAPS, SIGNED_MAPS, cssColour, scaleOf, topName } from "./colour";
 import { Health, Metric } from "./data";
-import { count, h, refill, say, short } from "./dom";
+import { count, h, refill, say, short, visible } from "./dom";
 import { topOf } from "./heatmap";
 import { BAND } from "./screen";
 import { State } from "./state";
@@ -22,14 +22,14 @@ export function renderControls(app: App): void {
   const tracks = sequence.tracks.length ? data.plane("tracks", "tracks").header?.tops : [];
   const live = liveText(app);
   const key = [
-    state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes,
+    state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes, board.problems,
     sequence.name, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, own?.version, tracks,
   ];
   if (!app.screen.once("controls", JSON.stringify(key))) return;
   renderHead(app, live);
   renderChoices(app);
   renderAnswer(app);
-  renderHealth(app, sequence.health, board.notes);
+  renderHealth(app);
   renderNames(app);
   renderBar(app);
 }
@@ -99,7 +99,7 @@ export function nextChoice(app: App): void {
 function renderAnswer(app: App): void {
   const { ui, data: { board, sequence } } = app;
   ui.answer.hidden = !sequence.headline;
-  ui.headline.textContent = sequence.headline;
+  ui.headline.textContent = visible(sequence.headline, false);
   const map = SIGNED_MAPS[app.state.map];
   const swatch = (share: number, text: string) => [h("i", { class: "swatch", style: { background: cssColour(map, share) } }), h("span", {}, text)];
   const { overlay } = sequence;
@@ -108,18 +108,24 @@ function renderAnswer(app: App): void {
     h("i", { class: "swatch survivor" }), h("span", {}, overlay.meaning), h("i", { class: "swatch faint" }), h("span", {}, "fainter: weaker evidence")]));
 }
 
-function renderHealth(app: App, health: Health[], notes: string[]): void {
+function renderHealth(app: App): void {
   const { ui } = app;
-  const all = findings(health, notes);
-  ui.health.hidden = !all.length;
-  const worst = all.filter((each) => each.severity !== "inform").length;
-  ui.allFindings.textContent = worst ? count(worst, "finding") : count(all.length, "note");
-  ui.allFindings.className = worst ? `all ${all[0].severity}` : "all";
-  refill(ui.findings, ...all.slice(0, FINDINGS).map((each) => finding(app, each)));
+  const all = findings(app);
+  const worst = all.filter((each) => each.severity !== "inform");
+  ui.health.hidden = !worst.length;
+  ui.allFindings.textContent = count(worst.length, "finding");
+  ui.allFindings.className = `all ${worst[0]?.severity}`;
+  refill(ui.findings, ...worst.slice(0, FINDINGS).map((each) => finding(app, each)));
+  ui.notes.hidden = worst.length === all.length;
+  ui.notes.textContent = count(all.length - worst.length, "note");
 }
 
-export function findings(health: Health[], notes: string[]): Health[] {
-  return [...health, ...notes.map((text) => ({ text, severity: "inform", layer: null, column: null, advice: "" }))];
+/** What is wrong, and then what only has to be known. */
+export function findings({ data: { board, sequence } }: App): Health[] {
+  const plain = (severity: string) => (text: string) => ({ text, severity, layer: null, column: null, advice: "" });
+  const unread = (board.problems ?? []).map((each) => `not read: ${each}`).map(plain("warn"));
+  const all = [...unread, ...sequence.health, ...board.notes.map(plain("inform"))];
+  return [...all.filter((each) => each.severity !== "inform"), ...all.filter((each) => each.severity === "inform")];
 }
 
 const MARKS: Record<string, string> = { alarm: "✖ ", warn: "▲ " };
@@ -147,7 +153,7 @@ function trackTop({ data }: App, track: Metric): string {
   const top = header && topOf(header, data.sequence.tracks, track);
   const plain = data.sequence.tracks.map((each) => ({ ...each, top: 0 }));
   const beyond = header && (top ?? 0) < topOf(header, plain, plain[data.sequence.tracks.indexOf(track)]);
-  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}${beyond ? ", more: ▔" : ""}` : "";
+  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}${beyond ? ", ▔ beyond" : ""}` : "";
 }
 
 /** Whether there is anything that a colour stands for. */
@@ -184,7 +190,7 @@ function renderBar(app: App): void {
   // Rows of a run that have nothing of this metric are not shown.
   const any = (counts: number[]) => counts.some((each) => each > 0 && !(app.data.board.kind === "run" && each === header.columns && counts === header.missing));
   const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
-  const keys = [...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []), ...(any(header.missing) ? key("not-measured", "not measured") : [])];
+  const keys = [...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []), ...(any(header.missing) ? key("not-measured", app.data.board.missing?.[0] ?? "not measured") : [])];
   const found = barEnds(app, true);
   if (!found) return refill(app.ui.bar, h("span", {}, "No values"), ...keys);
   const { words, map } = found;

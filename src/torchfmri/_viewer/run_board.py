@@ -247,7 +247,7 @@ class RunBoard(Board):
         return {
             "title": title,
             "model": " and ".join(models),
-            "notes": [f"not read: {each}" for each in problems],
+            "notes": [],
             "problems": problems,
             "python": python,
         }

@@ -132,7 +132,7 @@ class ScanBoard(Board):
         place = f"torchfmri.load({str(self.path)!r})" if self.path else "scan"
         missed = meta.get("missed") or {}
         problems = [printable(each) for each in self.scan.problems]
-        notes = [f"not read: {each}" for each in problems]
+        notes = []
         if missed:
             number = plural(len(missed), "layer")
             notes.append(f"{number} not captured; scan.table() names them")
@@ -182,9 +182,13 @@ class ScanBoard(Board):
         return metrics_of(self.reading(sequence).sequence, "voxel")
 
     def opens(self, sequence: int) -> int:
-        """Return the first token that the model wrote."""
+        """Return the first token that the model wrote; the one before if it was never run on it."""
         written = self._written(sequence)
-        return int(written.argmax()) if written.any() else 0
+        first = int(written.argmax()) if written.any() else 0
+        for metric in self.metrics(sequence)[:1]:
+            if first and np.isnan(self.values(sequence, metric.name, LAYERS)[first]).all():
+                return first - 1
+        return first
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """Surprisal, entropy, and the norm of the token's gradient where it was measured."""

@@ -221,6 +221,21 @@ def test_the_mouse_reads_moves_and_zooms(page: Page) -> None:
         mouse.click(overview["x"] + overview["width"] - 5, overview["y"] + 5)
         page.until("app.state.last > 59")
 
+        def drag(start: int, end: int) -> list[float]:
+            """Columns at the edges of the view after a drag over the overview, from one to one."""
+            wide = overview["width"] / 60
+            mouse.move(overview["x"] + start * wide, overview["y"] + 5)
+            mouse.down()
+            mouse.move(overview["x"] + end * wide, overview["y"] + 5, steps=3)
+            mouse.up()
+            found: list[float] = page.js("[app.state.first, app.state.last]")
+            return found
+
+        page.press("0")
+        assert drag(12, 30) == pytest.approx([12, 30], abs=0.1), "a part is chosen"
+        assert drag(20, 25) == pytest.approx([17, 35], abs=0.1), "its frame is moved"
+        assert drag(55, 45) == pytest.approx([45, 55], abs=0.1), "beside it another is chosen"
+
 
 def test_keys_and_searches_win_over_a_mouse_that_rests(page: Page) -> None:
     scan = make_scan(blocks=6, tokens=60)

@@ -69,6 +69,7 @@ export interface Sequence {
   health: Health[];
   headline: string; // what came out, in a sentence
   panels: Panel[];
+  going: boolean; // whether columns are being added to it; known of runs, which may go on side by side
   voxels: string[]; // the metrics that voxels have, too
   opens: number; // the column that a page begins at
 }

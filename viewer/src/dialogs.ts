@@ -49,9 +49,12 @@ export const KEYS: Key[] = [
   { keys: ["?"], name: "?", does: "this help", act: (app) => openHelp(app) },
 ];
 
+/** Whether a sequence that is chosen is followed: runs go on side by side, an earlier text does not. */
+const follows = ({ data }: App) => data.board.kind === "run";
+
 function turn(app: App, by: number): void {
   const sequence = app.state.sequence + by;
-  if (sequence >= 0 && sequence < app.data.board.sequences) app.set({ sequence, follow: false });
+  if (sequence >= 0 && sequence < app.data.board.sequences) app.set({ sequence, follow: follows(app) });
   else app.tell(by > 0 ? "This is the last one." : "This is the first one.");
 }
 
@@ -112,7 +115,7 @@ export function openPicker(app: App): void {
     if (number !== latest) return;
     said.textContent = `${count(answer.total, kind)}${answer.total > answer.found.length ? `, the first ${answer.found.length} are listed` : ""}`;
     list.replaceChildren(...answer.found.map((each: any) =>
-      h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { closePopup(app); app.set({ sequence: each.index, follow: false }); } },
+      h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { closePopup(app); app.set({ sequence: each.index, follow: follows(app) }); } },
         h("b", { dir: "auto" }, short(visible(each.text || each.name), 70)), each.condition && h("span", { class: "tag" }, short(each.condition, 30)), h("span", { class: "soft" }, count(each.columns, app.data.board.axis))))));
   };
   const input = h("input", { type: "search", placeholder: "Search texts, names and conditions", "aria-label": `Search ${kind}s` });

@@ -34,7 +34,7 @@ export function layout() {
     axisTitle: h("div", { class: "corner axis-title" }),
     tracks: canvas("tracks", "Curves over the same columns"),
     trackNames: h("div", { class: "track-names" }),
-    overview: canvas("overview", "Overview of the whole sequence; drag to move", {}),
+    overview: canvas("overview", "Overview of the whole sequence; drag over a part to see it, or drag the frame", {}),
     details: h("aside", { class: "details", "aria-label": "Details at the crosshair", tabindex: 0 }),
     bar: h("div", { class: "bar" }),
     status: h("div", { class: "status", role: "status", "aria-live": "polite" }),

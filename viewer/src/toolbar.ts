@@ -23,7 +23,7 @@ export function renderControls(app: App): void {
   const live = liveText(app);
   const key = [
     state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes, board.problems,
-    sequence.name, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, own?.version, tracks,
+    sequence.name, sequence.headline, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, own?.version, tracks,
   ];
   if (!app.screen.once("controls", JSON.stringify(key))) return;
   renderHead(app, live);
@@ -36,12 +36,13 @@ export function renderControls(app: App): void {
 
 /** What the mark beside the title says: nothing where nothing can be added. */
 function liveText(app: App): string {
-  const { board } = app.data;
+  const { board, sequence } = app.data;
   if (!board.live || !app.connection.connected) return "";
-  if (!board.going) return board.prompts ? "" : board.kind === "run" ? "ended" : "done";
+  if (board.kind === "run" && !sequence.going) return "ended";
+  if (!board.going) return board.prompts ? "" : "done";
   if (!app.state.follow) return "PAUSED";
   const { rate } = app.connection;
-  return `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}`;
+  return `LIVE${rate ? ` ${rate} tok/s` : ""}`;
 }
 
 /** What the page shows, beside the mark. */

@@ -127,14 +127,25 @@ export class Viewport {
     app.set({ ...moved, top, follow: false });
   }
 
-  /** Show the part of the sequence around a place of the overview, in pixels. */
-  brush(x: number): void {
-    const { scene, app } = this;
+  /** The column at a place of the overview, in pixels. */
+  overviewAt(x: number): number {
+    const { scene, app: { data: { columns } } } = this;
+    return Math.max(0, Math.min(x / Math.min(WIDEST, scene.width / Math.max(1, columns)), columns));
+  }
+
+  /** Whether a column is in the frame of the overview, and the frame is not all of it. */
+  frames(column: number): boolean {
+    const { scene } = this;
+    return this.zoomed && column >= scene.first && column <= scene.first + scene.width / scene.cell;
+  }
+
+  /** Show some columns, as many as have room. */
+  show(first: number, span: number): void {
+    const { app, scene } = this;
     const { columns } = app.data;
-    const at = x / Math.min(WIDEST, scene.width / Math.max(1, columns));
-    const span = Math.min(scene.width / scene.cell, columns / 2);
-    const first = Math.max(0, Math.min(at - span / 2, columns - span));
-    app.set({ first, last: first + span, follow: false });
+    const wide = Math.max(span, scene.width / WIDEST);
+    const begin = Math.max(0, Math.min(first, columns - wide));
+    if (wide < columns) app.set({ first: begin, last: begin + wide, follow: false });
   }
 
   /** Unfold or fold the layer at the crosshair. */

@@ -259,7 +259,7 @@ export class App {
     const rows = this.rows;
     const { board, sequence } = this.data;
     return {
-      scene: this.scene, look: { ...this.state, none: this.inks().none }, mean: this.state.pool === "mean", inks: this.inks(), planes: this.plane, piece: this.data.piece,
+      scene: this.scene, look: this.screen.look, mean: this.state.pool === "mean", inks: this.inks(), planes: this.plane, piece: this.data.piece,
       title: [board.kind === "diff" ? board.title : board.model, this.metric?.title, sequence.text || sequence.name].filter(Boolean).join(" · "),
       axis: board.axis, unit: this.metric?.unit ?? "", bar: barEnds(this),
       values: async (first, last) => {

@@ -2,19 +2,13 @@
 // drawn by `heatmap`. Codes of different versions of a plane must never be mixed: they mean different values. Tiles and
 // pictures are bounded, and few are painted per frame, which keeps a sweep over 100,000 tokens fluent.
 
-import { Header, NOT_FINITE, NOT_MEASURED, lookup } from "./colour";
+import { Header, Look, NOT_FINITE, NOT_MEASURED, lookup } from "./colour";
 import { Transport } from "./transport";
 
 export const WIDTH = 256;
 const TILES = 96;
 const CANVAS_BYTES = 96 << 20;
 const LISTS = 3; // lists of rows that are painted: the tree, the overview, and the one before
-
-export interface Look {
-  norm: string;
-  map: string;
-  none: string; // the colour of what was not measured, as #rrggbb
-}
 
 class Tile {
   readonly pictures = new Map<number[], { key: string; canvas: HTMLCanvasElement }>(); // by list of rows
@@ -182,7 +176,7 @@ export class Plane {
 
   /** How the pictures of a look are known: they are painted anew where anything of it changes. */
   private keyOf(look: Look): string {
-    return `${look.norm} ${look.map} ${look.none} ${this.header!.version}`;
+    return `${look.norm} ${look.map} ${look.none} ${look.dark} ${this.header!.version}`;
   }
 
   /** Draw rows `from` to `to` of the list `rows` of this plane; returns the pieces not painted. */
@@ -247,7 +241,7 @@ export class Plane {
     if (known?.key === key) return known.canvas;
     let colours = this.colours.get(rows);
     if (colours?.key !== key) {
-      colours = { key, table: lookup(this.header!, rows, look.norm, look.map, look.none) };
+      colours = { key, table: lookup(this.header!, rows, look) };
       remember(this.colours, rows, colours, LISTS);
     }
     budget.paints--;

@@ -2,7 +2,7 @@
 // The words at the ends of the colour bar must hold for the cells in view: `barEnds` is also what exports print.
 
 import type { App } from "./app";
-import { Header, MAPS, SIGNED_MAPS, cssColour, scaleOf, topName } from "./colour";
+import { Header, MAPS, cssColour, mapOf, scaleOf, topName } from "./colour";
 import { Health, Metric } from "./data";
 import { count, h, refill, say, short, visible } from "./dom";
 import { topOf } from "./heatmap";
@@ -101,7 +101,7 @@ function renderAnswer(app: App): void {
   const { ui, data: { board, sequence } } = app;
   ui.answer.hidden = !sequence.headline;
   ui.headline.textContent = visible(sequence.headline, false);
-  const map = SIGNED_MAPS[app.state.map];
+  const map = mapOf(true, app.screen.look);
   const swatch = (share: number, text: string) => [h("i", { class: "swatch", style: { background: cssColour(map, share) } }), h("span", {}, text)];
   const { overlay } = sequence;
   refill(ui.legend, ...(!overlay ? [] : [
@@ -144,7 +144,7 @@ function renderNames(app: App): void {
   const { ui, data: { board, bands } } = app;
   ui.trackNames.replaceChildren(...bands.map((each) =>
     h("div", { title: `${each.meaning} (${each.unit})${each.top ? " The bars end at the largest value of what the model wrote; what is higher has a line above it." : ""}`, style: { height: `${BAND}px` } },
-      h("span", {}, each.title, h("small", {}, trackTop(app, each))), board.pair && h("small", {}, h("i", { class: "bars-key" }), board.pair[1], h("i", { class: "line-key" }), board.pair[0]))));
+      h("span", {}, each.title, !!board.pair && h("small", {}, trackTop(app, each))), !board.pair && h("small", {}, trackTop(app, each)), board.pair && h("small", {}, h("i", { class: "bars-key" }), board.pair[1], h("i", { class: "line-key" }), board.pair[0]))));
   ui.tracks.style.height = ui.trackNames.style.height = `${BAND * bands.length}px`;
   ui.axisTitle.replaceChildren(h("span", {}, board.rows ?? "↑ layers, input at the top"), h("span", {}, `${board.axis}s →`), ui.shownRows);
 }
@@ -167,7 +167,7 @@ export function barEnds(app: App, crosshair = false): { words: [string, string];
   const at = app.rows[app.rowIndex];
   const own = at && app.plane(at.plane)?.header;
   const scale = own ? scaleOf(own, app.state.norm, at.index) : scaleOf(header, app.state.norm, 0);
-  const map = header.signed ? SIGNED_MAPS[app.state.map] : app.state.map;
+  const map = mapOf(header.signed, app.screen.look);
   const { ends } = app.data.board;
   const log = scale.logarithmic ? " (log)" : "";
   // Values beyond the ends have the colours of the ends.

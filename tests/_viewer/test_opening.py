@@ -64,6 +64,28 @@ def test_the_sentence_shows_what_is_hidden_as_the_text_does(page: Page) -> None:
         page.page.goto("about:blank")
 
 
+def test_no_difference_is_as_dark_or_light_as_the_page(chromium: Any) -> None:
+    before, after = two_scans()
+    after.only.layers["activation"][5, 2] *= 3
+    board = difference_of(before._board(), after._board())
+    for theme, centre in (("light", (236, 229, 224)), ("dark", (25, 12, 9))):
+        with (
+            View(board, token=TOKEN) as view,
+            opened_page(chromium, color_scheme=theme) as page,
+        ):
+            page.open(view.url)
+            page.set(depth="all", norm="row")
+            page.js("app.goTo(app.data.board.layers[0], 0)")
+            page.settle()
+            scene, pixels = page.js("app.scene"), page.pixels()
+            place = [int(2.5 * scene["rowHeight"]), int(5.5 * scene["cell"])]
+            changed, same = pixels[*place], pixels[place[0], int(7.5 * scene["cell"])]
+            assert np.abs(same - np.array(centre)).max() <= 4
+            assert (changed.mean() > same.mean()) == (theme == "dark")
+            page.press("d")
+            page.until(f"app.screen.look.dark === {str(theme == 'light').lower()}")
+
+
 @pytest.mark.parametrize("wrote", [0, 4])
 def test_a_nan_in_a_prompt_is_named_where_it_was_computed_first(wrote: int) -> None:
     """Later layers mix tokens, so that a NaN reaches tokens before the one that it came from."""

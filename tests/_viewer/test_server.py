@@ -235,6 +235,25 @@ def test_a_view_that_is_closed_lets_go_of_its_port_and_thread() -> None:
             View(ArrayBoard(np.ones((3, 2), np.float32)), port=port)
 
 
+def test_whoever_never_asks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfmri._viewer.server._HEADER", 0.5)
+    with View(ArrayBoard(np.ones((3, 2), np.float32)), token=TOKEN) as view:
+        asks = socket.create_connection(("127.0.0.1", view.port))
+        silent = socket.create_connection(("127.0.0.1", view.port))
+        asks.settimeout(60)
+        silent.settimeout(60)
+        request = f"GET /{TOKEN}/board HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode()
+        asks.sendall(request + b"\r\n")
+        silent.sendall(request)  # its header does not end
+        assert asks.recv(100).startswith(b"HTTP/1.1 200")
+        assert silent.recv(100) == b"", "it is closed"
+        asks.sendall(request + b"\r\n")
+        while b"HTTP/1.1 200" not in asks.recv(1 << 16):
+            pass
+        asks.close()
+        silent.close()
+
+
 def test_a_view_may_be_closed_while_its_server_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchfmri._viewer.server._PATIENCE", 0.05)
     raised: list[threading.ExceptHookArgs] = []

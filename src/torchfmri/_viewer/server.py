@@ -30,6 +30,9 @@ from torchfmri.exceptions import InspectionError
 
 _PATIENCE = 10.0
 """Seconds that closing waits for the server's thread."""
+_HEADER = 10.0
+"""Seconds that a connection has for the header of its first request: connections are limited, so
+those that never ask must not keep others out."""
 
 
 @dataclass(frozen=True)
@@ -289,11 +292,22 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _uvicorn_server(app: Any) -> Any:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(_HEADER, self._end_if_silent)
+
+        def _end_if_silent(self) -> None:
+            asked: Any = self.scope  # None until the header is complete
+            if not asked:
+                self.transport.close()
 
     config = uvicorn.Config(
-        app, interface="asgi3", proxy_headers=False, log_level="critical", access_log=False,
-        lifespan="off", ws="websockets-sansio", server_header=False,
-        ws_max_size=MOST_MESSAGE, ws_per_message_deflate=False,
+        app, interface="asgi3", http=Protocol, proxy_headers=False,
+        log_level="critical", access_log=False, lifespan="off", ws="websockets-sansio",
+        server_header=False, ws_max_size=MOST_MESSAGE, ws_per_message_deflate=False,
         timeout_graceful_shutdown=1, limit_concurrency=256,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -66,17 +66,20 @@ const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028
 /** A token's text with blanks, line ends and control characters made visible. */
 export function visible(piece: string, blanks = true): string {
   if (piece === "") return "·";
+  const text = piece.search(HIDDEN) < 0 ? piece : coded(piece); // most have nothing to hide, and this is called often
+  return blanks && !text.trim() ? "␣".repeat(Math.min(text.length, 4)) : text;
+}
+
+function coded(piece: string): string {
   const joiners = new Set(Array.from(piece.matchAll(JOINER), (found) => found.index));
   const flags = Array.from(piece.matchAll(FLAG), (found) => [found.index, found.index + found[0].length]);
-  let text = piece.replace(HIDDEN, (each, at) => {
+  return piece.replace(HIDDEN, (each, at) => {
     if (joiners.has(at) || flags.some(([from, to]) => from < at && at < to)) return each;
     if (each === "\n") return "↵";
     if (each === "\t") return "⇥";
     const code = each.codePointAt(0)!;
     return code < 32 ? String.fromCharCode(0x2400 + code) : `‹${code.toString(16)}›`;
   });
-  if (blanks && !text.trim()) text = "␣".repeat(Math.min(text.length, 4));
-  return text;
 }
 
 /** A dotted name that may be broken where its parts begin. */

@@ -353,3 +353,20 @@ def test_few_prompts_are_a_finding_and_power_is_a_note() -> None:
     enough = ContrastBoard(contrast_of(1.0, prompts=6))
     assert not enough.health(0)
     assert any(each.startswith("power: ") for each in enough.about()["notes"])
+
+
+def test_the_table_of_a_contrast_is_read_by_pandas(
+    page: Page, tmp_path: Path, planted: Contrast
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    board = ContrastBoard(planted)
+    with torchfmri.view(planted, browser=False) as view:
+        page.open(view.url)
+        with page.page.expect_download() as waited:
+            page.js("void app.save('csv')")
+        waited.value.save_as(tmp_path / "x.csv")
+    frame = pandas.read_csv(tmp_path / "x.csv", dtype={"block": str}).set_index("block")
+    assert list(frame.index) == board.columns(0, 0, 99)["pieces"]
+    names = [name.removesuffix(".1") for name in frame]  # of two columns "block" one is renamed
+    shown = board.values(0, "g", "layers")[:, [board.layers.index(name) for name in names]]
+    np.testing.assert_array_equal(frame.to_numpy(np.float32), shown)

@@ -221,6 +221,21 @@ def test_the_mouse_reads_moves_and_zooms(page: Page) -> None:
         mouse.click(overview["x"] + overview["width"] - 5, overview["y"] + 5)
         page.until("app.state.last > 59")
 
+        def drag(start: int, end: int) -> list[float]:
+            """Columns at the edges of the view after a drag over the overview, from one to one."""
+            wide = overview["width"] / 60
+            mouse.move(overview["x"] + start * wide, overview["y"] + 5)
+            mouse.down()
+            mouse.move(overview["x"] + end * wide, overview["y"] + 5, steps=3)
+            mouse.up()
+            found: list[float] = page.js("[app.state.first, app.state.last]")
+            return found
+
+        page.press("0")
+        assert drag(12, 30) == pytest.approx([12, 30], abs=0.1), "a part is chosen"
+        assert drag(20, 25) == pytest.approx([17, 35], abs=0.1), "its frame is moved"
+        assert drag(55, 45) == pytest.approx([45, 55], abs=0.1), "beside it another is chosen"
+
 
 def test_keys_and_searches_win_over_a_mouse_that_rests(page: Page) -> None:
     scan = make_scan(blocks=6, tokens=60)
@@ -419,9 +434,12 @@ def test_exports_hold_the_exact_values(page: Page, tmp_path: Path) -> None:
             files[kind] = tmp_path / f"x.{kind}"
             waited.value.save_as(files[kind])
     lines = list(csv.reader(io.StringIO(files["csv"].read_text("utf-8"))))
-    assert lines[0] == ["layer", *map(str, range(9))]
-    assert lines[1][1:] == [text.decode() for text in scan.tokens.spelling]
-    table = {line[0]: np.array(line[1:], np.float32) for line in lines[2:]}
+    assert lines[0][:2] == ["token", "text"]
+    columns = list(zip(*lines[1:], strict=True))
+    assert columns[0] == tuple(map(str, range(9)))
+    assert columns[1] == tuple(text.decode() for text in scan.tokens.spelling)
+    pairs = zip(lines[0][2:], columns[2:], strict=True)
+    table = {name: np.array(column, np.float32) for name, column in pairs}
     assert set(table) == set(scan.layers)
     values = scan.values("activation").values
     for column, layer in enumerate(scan.layers):

@@ -190,3 +190,23 @@ def test_the_page_shows_the_panels_of_the_crosshair(page: Page, scanned: Scan) -
         strongest = int(scanned.attention_pattern(LAYER)[1, 5].argmax())
         page.page.locator("[data-panel=attention] button").first.click()
         assert page.js("app.state.column") == strongest
+
+
+def test_lesions_bring_a_panel_that_leads_to_their_blocks(page: Page, scanned: Scan) -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    prompts, answers = ["Once upon a", "The dog went to the"], [" time", " park"]
+    lesions = torchfmri.lesion(model, tokenizer, prompts, answers, of="mlps")
+    first = lesions.top(1)[0]
+    with torchfmri.view(scanned, browser=False, panels=[lesions.panel(scanned.layers)]) as view:
+        page.open(view.url)
+        rows = page.page.locator("[data-panel=lesions] tbody tr")
+        rows.first.wait_for()
+        assert rows.count() == len(lesions.names)
+        name, change, p = rows.first.locator("td").all_inner_texts()
+        at = lesions.names.index(first)
+        assert name == first
+        assert float(change) == pytest.approx(lesions.effect.mean(0)[at], rel=1e-3)
+        assert float(p) == pytest.approx(lesions.over_prompts().p[at], rel=0.1)
+        rows.first.locator("button").click()
+        page.until(f"app.state.layer === 'model.layers.{lesions.blocks[at]}'")
+        page.page.goto("about:blank")

@@ -214,8 +214,10 @@ def test_the_page_outlines_what_survives_and_nothing_else(page: Page, planted: C
                 edge = np.abs(pixels[y, x - 1 : x + 3] - ink).max(1).min() < 30
                 if kind != "norm" and column != 0:
                     assert edge == ((kind, column) in survivors), (kind, column)
-        said = page.text(".health") + page.text(".bar")
-        assert "12 prompts of 'a' and 12 prompts of 'b'" in said
+        assert "12 and 12 prompts" in page.text(".headline")
+        page.page.get_by_role("button", name="notes").click()
+        assert "12 prompts of 'a' and 12 prompts of 'b'" in page.text(".popup")
+        page.press("Escape")
         assert "outlined: differs" in page.text(".legend")
         assert "more in b" in page.text(".bar")
         peak = page.page.locator("[data-panel=peaks] button.link").first
@@ -262,7 +264,7 @@ def test_null_data_outline_nothing(page: Page) -> None:
     assert outlined <= 2
     with torchfmri.view(null, browser=False) as view:
         page.open(view.url)
-        assert "0 of" in page.text(".health") or outlined
+        assert page.text(".headline").startswith("None of") or outlined
 
 
 def test_one_prompt_each_shows_effects_without_p_values(page: Page) -> None:
@@ -298,3 +300,73 @@ def test_a_saved_contrast_is_viewed_by_its_path(tmp_path: Path, planted: Contras
         view.state = {"metric": "effect", "layer": "mlp", "column": 1}
     with pytest.raises(InspectionError, match="two scans"):
         torchfmri.view(planted, planted, browser=False)
+
+
+def test_what_is_the_same_in_every_prompt_is_no_nan(page: Page) -> None:
+    anatomy = make_anatomy(2)
+    sequences = [
+        make_sequence(anatomy, 6, metrics=["activation"], seed=at, condition="ab"[at % 2])
+        for at in range(12)
+    ]
+    same = "model.layers.0.mlp"
+    place = anatomy.layers.index(same)
+    for each in sequences:
+        each.layers["activation"][:, place] = 1.0
+    contrast = Scan(anatomy, sequences, {"model": "m"}).contrast("a", "b", level="layer")
+    board = ContrastBoard(contrast)
+    row, column = board._cells[same]
+    at = column, board.layers.index(row)
+    for metric, tested in (("g", False), ("statistic", False), ("effect", True)):
+        missing = board.missing(0, metric, "layers")
+        assert missing is not None
+        assert missing[at] == np.isnan(board.values(0, metric, "layers")[at]) == (not tested)
+    with torchfmri.view(contrast, browser=False) as view:
+        page.open(view.url)
+        page.js(f"app.goTo({row!r}, {column})")
+        page.until("app.root.querySelector('.value b')?.textContent === 'not tested'")
+        assert "the same in every prompt" in page.text(".details .sentence")
+        assert "not tested" in page.text(".bar")
+        assert "NaN" not in page.text(".bar") + page.text(".details")
+
+
+def test_layers_after_the_blocks_do_not_stand_beneath_the_last_kind(page: Page) -> None:
+    with torchfmri.view(contrast_of(3.0), browser=False) as view:
+        page.open(view.url)
+        rows = {row["name"]: row for row in page.js("app.rows")}
+    outside = [name for name in rows if name.endswith("norm") and "layernorm" not in name]
+    assert outside
+    for name in outside:
+        assert (rows[name]["depth"], rows[name]["label"]) == (0, name)
+
+
+def test_no_probability_is_zero(planted: Contrast) -> None:
+    board = ContrastBoard(replace(planted, p=planted.p * 0, q=planted.q * 0))
+    assert board.headline(0).endswith(", p <1e-300).")
+    (peaks,) = board.panels(0)
+    assert {row[-1] for row in peaks.data["rows"]} == {"<1e-300"}
+
+
+def test_few_prompts_are_a_finding_and_power_is_a_note() -> None:
+    few = ContrastBoard(contrast_of(1.0, prompts=3))
+    assert [each.severity for each in few.health(0)] == ["warn"]
+    assert few.health(0)[0].text.startswith("little power: with 3 prompts in a group")
+    enough = ContrastBoard(contrast_of(1.0, prompts=6))
+    assert not enough.health(0)
+    assert any(each.startswith("power: ") for each in enough.about()["notes"])
+
+
+def test_the_table_of_a_contrast_is_read_by_pandas(
+    page: Page, tmp_path: Path, planted: Contrast
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    board = ContrastBoard(planted)
+    with torchfmri.view(planted, browser=False) as view:
+        page.open(view.url)
+        with page.page.expect_download() as waited:
+            page.js("void app.save('csv')")
+        waited.value.save_as(tmp_path / "x.csv")
+    frame = pandas.read_csv(tmp_path / "x.csv", dtype={"block": str}).set_index("block")
+    assert list(frame.index) == board.columns(0, 0, 99)["pieces"]
+    names = [name.removesuffix(".1") for name in frame]  # of two columns "block" one is renamed
+    shown = board.values(0, "g", "layers")[:, [board.layers.index(name) for name in names]]
+    np.testing.assert_array_equal(frame.to_numpy(np.float32), shown)

@@ -21,7 +21,8 @@ import torchfmri
 from torchfmri import Scanner, ScanOptions
 from torchfmri._scan import LiveBoard
 from torchfmri._scan.run import live as live_module
-from torchfmri._viewer import View
+from torchfmri._viewer import Desk, View
+from torchfmri._viewer.tiles import Plane
 from torchfmri.cli.chat import Chat
 from torchfmri.exceptions import InspectionError
 
@@ -204,6 +205,21 @@ def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
         process.kill()
         process.wait()
         page.errors[:] = [each for each in page.errors if "ERR_CONNECTION" not in each]
+
+
+def test_the_scale_of_a_stream_is_that_of_most_of_it() -> None:
+    board, coded = StreamBoard(), []
+    desk = Desk(board)
+    for _ in range(700):
+        board.add()
+        plane, _ = desk.plane(0, "activation", "layers")
+        coded.append(plane.coded_columns)
+        assert plane.columns == len(coded)
+        assert plane.columns <= max(128, 4 * plane.coded_columns)
+    assert len(set(coded)) < 10, "seldom, because pages fetch its tiles anew"
+    assert coded[-1] > 128
+    whole = Plane(board.values(0, "activation", "layers")[: coded[-1]], "activation")
+    np.testing.assert_array_equal(plane.tops, whole.tops)
 
 
 def test_columns_that_came_while_disconnected_are_asked_for(page: Page) -> None:

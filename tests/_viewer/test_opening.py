@@ -53,6 +53,39 @@ def test_the_sentence_of_a_scan_is_its_tokens() -> None:
     assert tokens_sentence(tokens_of([], [], 0)) == ""
 
 
+def test_the_sentence_shows_what_is_hidden_as_the_text_does(page: Page) -> None:
+    anatomy = make_anatomy(1)
+    spelling = [b" a", b" b", "\u202eevil\u202c".encode(), b" d"]
+    sequence = make_sequence(anatomy, 4, spelling=spelling)
+    sequence.tokens.surprisal[:] = [math.nan, 1.0, 9.0, 1.0]
+    with torchfmri.view(Scan(anatomy, [sequence], {}), browser=False) as view:
+        page.open(view.url)
+        assert "Least expected: “‹202e›evil‹202c›” (token 2" in page.text(".headline")
+        page.page.goto("about:blank")
+
+
+def test_no_difference_is_as_dark_or_light_as_the_page(chromium: Any) -> None:
+    before, after = two_scans()
+    after.only.layers["activation"][5, 2] *= 3
+    board = difference_of(before._board(), after._board())
+    for theme, centre in (("light", (236, 229, 224)), ("dark", (25, 12, 9))):
+        with (
+            View(board, token=TOKEN) as view,
+            opened_page(chromium, color_scheme=theme) as page,
+        ):
+            page.open(view.url)
+            page.set(depth="all", norm="row")
+            page.js("app.goTo(app.data.board.layers[0], 0)")
+            page.settle()
+            scene, pixels = page.js("app.scene"), page.pixels()
+            place = [int(2.5 * scene["rowHeight"]), int(5.5 * scene["cell"])]
+            changed, same = pixels[*place], pixels[place[0], int(7.5 * scene["cell"])]
+            assert np.abs(same - np.array(centre)).max() <= 4
+            assert (changed.mean() > same.mean()) == (theme == "dark")
+            page.press("d")
+            page.until(f"app.screen.look.dark === {str(theme == 'light').lower()}")
+
+
 @pytest.mark.parametrize("wrote", [0, 4])
 def test_a_nan_in_a_prompt_is_named_where_it_was_computed_first(wrote: int) -> None:
     """Later layers mix tokens, so that a NaN reaches tokens before the one that it came from."""
@@ -165,7 +198,8 @@ def test_texts_that_differ_from_the_first_token_on_are_not_called_the_same() -> 
     after.only.layers["activation"][5] *= 2
     board = difference_of(before._board(), after._board())
     said = board.headline(0)
-    assert said.startswith("The texts differ from token 0 on. Position by position, activation")
+    assert said.startswith("Activation differs in")
+    assert said.endswith(" % (by position: the texts differ from token 0 on).")
     assert "the same" not in said
     assert f"differs in {len(board.layers)} of {len(board.layers)} layers" in said
     assert board.start["column"] == 5
@@ -179,9 +213,8 @@ def test_a_difference_says_up_to_where_it_compares_the_same_texts() -> None:
     assert board.start == {"column": 1}, "where there is something to see"
     said = board.headline(0)
     assert said == (
-        "Up to token 0, as long as the texts are the same, activation is the same in "
-        f"{len(before.layers)} layers. From token 1 on, different tokens are compared, position "
-        "by position."
+        f"Activation is the same in {len(before.layers)} layers (up to token 0, as long as the "
+        "texts are the same)."
     )
 
 
@@ -251,9 +284,9 @@ def test_equal_values_are_not_called_higher(page: Page) -> None:
     with View(ArrayBoard(values), token=TOKEN) as view:
         page.open(view.url)
         for column, said in [
-            (5, "Higher than 5 % of the tokens in this row, as high as 17 others"),
-            (0, "The lowest of the tokens in this row (z"),
-            (19, "The highest of the tokens in this row (z"),
+            (5, "Higher than 5 % of this row’s tokens, as high as 17 others"),
+            (0, "The lowest of this row’s tokens (z"),
+            (19, "The highest of this row’s tokens (z"),
         ]:
             page.js(f"app.goTo('layers.1', {column})")
             page.page.wait_for_selector(f".details[data-column='{column}']:not([aria-busy])")
@@ -276,13 +309,18 @@ def test_text_from_right_to_left_is_read_so(page: Page) -> None:
 
 def test_joiners_are_part_of_words_and_codes_stay_whole_beside_them(page: Page) -> None:
     pieces = ["می\u200cخواهم", " क्\u200dष", " 👩\u200d👩\u200d👧", "\u200c", "a\u200db", "שלום",
-              " עולם", "\u202e", " of"]  # fmt: skip
-    with View(ArrayBoard(np.ones((9, 2), np.float32), pieces=pieces), token=TOKEN) as view:
+              " עולם", "\u202e", " of", "x\U000e0041", "🏴\U000e0067\U000e0062\U000e007f",
+              "\u2060\u061c", "\u2028 \ufeff"]  # fmt: skip
+    values = np.ones((len(pieces), 2), np.float32)
+    with View(ArrayBoard(values, pieces=pieces), token=TOKEN) as view:
         page.open(view.url)
-        page.page.wait_for_selector(".strip [data-t='8']")
+        page.page.wait_for_selector(".strip [data-t='12']")
         texts = page.js("[...app.root.querySelectorAll('.strip [data-t]')].map(e => e.textContent)")
         assert texts[:3] == pieces[:3], "as it is written in Persian, in Hindi and of emoji"
         assert texts[3:5] == ["‹200c›", "a‹200d›b"], "where nothing is joined, they are seen"
+        assert texts[9] == "x‹e0041›", "a letter that nobody sees"
+        assert texts[10] == pieces[10], "letters that make a flag of it"
+        assert texts[11:] == ["‹2060›‹61c›", "‹2028› ‹feff›"]
         code = "app.root.querySelector('.strip [data-t=\"7\"]')"
         assert page.js(f"{code}.textContent") == "‹202e›"
         assert page.js(f"{code}.getClientRects().length") == 1

@@ -1,5 +1,6 @@
 """What can be read on the page: tables, bars and values, at every width."""
 
+import base64
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ import torchfmri
 from torchfmri import Scan
 from torchfmri._contrast import ContrastBoard
 from torchfmri._records import Series, Step
-from torchfmri._viewer import DiffBoard, RunBoard, View, ViewedRun
+from torchfmri._viewer import Board, DiffBoard, RunBoard, View, ViewedRun
 from torchfmri._viewer.page import served_page
+from torchfmri._viewer.still import still
 from torchfmri._viewer.widget import _figure
 
 TOKEN = "0123456789abcdef"
@@ -69,23 +71,25 @@ def test_a_click_on_a_part_brings_its_row_into_view(page: Page) -> None:
         )
 
 
-def test_a_narrow_page_shows_the_value_and_the_whole_footer(chromium: Any) -> None:
+@pytest.mark.parametrize("width", [640, 700])
+def test_a_narrow_page_shows_the_value_and_the_whole_footer(chromium: Any, width: int) -> None:
     scan = make_scan(blocks=2, tokens=9)
     with (
         torchfmri.view(scan, browser=False) as view,
-        opened_page(chromium, viewport={"width": 700, "height": 900}) as page,
+        opened_page(chromium, viewport={"width": width, "height": 900}) as page,
     ):
         page.open(view.url)
         page.js("app.goTo('model.layers.1.mlp', 4)")
-        page.page.wait_for_selector(".details[data-column='4'] .value b")
+        page.page.wait_for_selector(".details[data-column='4']:not([aria-busy]) .value b")
+        page.settle()
         box = page.page.locator(".value b").bounding_box()
         assert box is not None
-        assert 0 <= box["x"] < 700
+        assert 0 <= box["x"] < width
         assert box["y"] + box["height"] < 900
-        assert page.js("app.ui.map.getBoundingClientRect().height") >= 80
+        assert page.js("app.ui.map.getBoundingClientRect().height") >= 120
         over = page.js(
             "[...app.root.querySelectorAll('footer *')].filter(e => e.offsetParent && "
-            "e.getBoundingClientRect().right > 700).map(e => e.textContent)"
+            f"e.getBoundingClientRect().right > {width}).map(e => e.textContent)"
         )
         assert over == []
         shown, all_of_it = page.js("[app.ui.status.clientWidth, app.ui.status.scrollWidth]")
@@ -225,8 +229,13 @@ def test_the_colours_of_parameters_begin_at_the_lowest_value_of_the_row(page: Pa
 
 
 def test_the_still_picture_says_where_its_colours_begin() -> None:
-    assert "each row from its lowest value (dark)" in _figure(run_of([0.5, 0.6]), "", "name")
-    assert "each row from 0 (dark)" in _figure(ArrayBoard(np.ones((4, 2), np.float32)), "", "name")
+    def said(board: Board) -> str:
+        return _figure(board, base64.b64encode(still(board)).decode(), "name")
+
+    assert "each row from its lowest value (dark) to its largest value" in said(run_of([0.5, 0.6]))
+    few, many = (ArrayBoard(np.ones((columns, 2), np.float32)) for columns in (4, 300))
+    assert "each row from 0 (dark) to its second largest value (bright)" in said(few)
+    assert "each row from 0 (dark) to its 99.5th percentile (bright)" in said(many)
 
 
 def written(scan: Scan) -> Scan:
@@ -243,7 +252,7 @@ def written(scan: Scan) -> Scan:
 def test_the_bars_of_surprisal_end_at_what_was_written(page: Page) -> None:
     with torchfmri.view(written(make_scan(blocks=2, tokens=10)), browser=False) as view:
         page.open(view.url)
-        assert "to 1 nats, more" in page.text(".track-names")
+        assert "to 1 nats, ▔ beyond" in page.text(".track-names")
         tall = page.js(
             "(() => { const w = app.ui.tracks.width, c = app.ui.tracks.getContext('2d');"
             " const x = Math.round(app.scene.cell * 9.5);"

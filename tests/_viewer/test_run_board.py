@@ -18,6 +18,7 @@ from torchfmri import Monitor
 from torchfmri._records import HistoryFolder, step_files
 from torchfmri._scan import board_of
 from torchfmri._viewer import LAYERS, TRACKS, Desk, RunBoard, View, ViewedRun
+from torchfmri._viewer.tiles import Plane
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 
@@ -180,7 +181,6 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     [problem] = board.about()["problems"]
     assert problem.startswith("run: ")
     assert file.name in problem
-    assert board.about()["notes"] == [f"not read: {problem}"]
     _, other = step_files(tmp_path / "run")
     other.write_bytes(b"")
     with pytest.raises(FileFormatError, match="steps-"):
@@ -261,6 +261,47 @@ def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
         page.until("app.data.columns === 9")
         # The header is asked for anew if columns came that the page had not been told of.
         page.until("app.plane('layers').header?.columns === 9")
+        board = view.board
+        page.until("app.ui.headline.textContent.startsWith('9 steps: the loss went from')")
+        assert page.text(".headline") == board.headline(0)
+        # What the colours and the bars end at is that of all steps, not of the first.
+        whole = Plane(board.values(0, "activations", LAYERS), "activations")
+        page.until(f"app.plane('layers').header?.tops[0] === {float(np.float32(whole.tops[0]))}")
+        loss = board.values(0, "loss", TRACKS)[:, 0]
+        page.until("app.data.plane('tracks', 'tracks').header?.columns === 9")
+        assert page.js("app.data.plane('tracks', 'tracks').header.tops[0]") == loss.max()
+        assert not any(name.endswith("weight") for name in page.js("app.rows.map(r => r.name)"))
+
+
+def test_each_run_of_a_folder_is_opened_as_if_it_were_alone(page: Page, tmp_path: Path) -> None:
+    going = train(5, folder=tmp_path / "going", detach=False)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    monitor = Monitor(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path / "broken"
+    )
+    for number in range(12):
+        with monitor.step() as step:
+            loss = model(torch.full((8, 4), math.nan if number > 6 else 1.0)).square().mean()
+            step.loss(loss)
+            loss.backward()
+    monitor.detach()
+    with torchfmri.view(tmp_path, browser=False) as view:
+        board = view.board
+        assert [(each.name, board.is_going(at)) for at, each in enumerate(board.entries())] == [
+            ("broken", False), ("going", True),
+        ]  # fmt: skip
+        page.open(f"{view.url}#sequence=1")
+        page.until("app.ui.live.textContent === 'LIVE'")
+        page.press("PageUp")
+        page.until("app.state.sequence === 0 && app.ui.live.textContent === 'ended'")
+        page.settle()
+        assert page.js("app.state.column") == 7, "at the first alarm"
+        assert not any(name.endswith("weight") for name in page.js("app.rows.map(r => r.name)"))
+        page.press("PageDown")
+        page.until("app.state.sequence === 1 && app.ui.live.textContent === 'LIVE'")
+        page.until("app.state.column === app.data.columns - 1")
+        going.detach()
+        page.until("app.ui.live.textContent === 'ended'")
 
 
 def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,9 @@ def test_a_foreign_origin_is_refused(view: View, origin: str) -> None:
     "path",
     [
         "../../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "static/viewer.js", "viewer.js/../../x",
-        "tile?level=0&x=-1", "tile?level=99", "tile?level=0&x=999999", "tile?x=1e3", "nothing",
+        "tile?level=0&x=-1", "tile?level=99", "tile?level=99999999999", "tile?level=0&x=999999",
+        "tile?x=999999999999",
+        "tile?x=1e3", "nothing", "panels?column=999999999999", "sequence?sequence=999999999999",
         "tile?sequence=7", "tile?plane=../../meta.json", "values?row=99", "columns?chunk=x",
         "plane?metric=__class__", "tile?level=%D9%A1",
     ],
@@ -118,6 +120,14 @@ def test_what_does_not_exist_is_refused_in_words(view: View, path: str) -> None:
     assert status in (403, 404), text
     assert b"Traceback" not in text
     assert b"root:" not in text
+
+
+def test_what_is_far_beyond_the_end_is_empty(view: View) -> None:
+    for path in ("columns?chunk=999999999999", "sequences?first=999999999999"):
+        status, text, _ = ask(view, f"/{TOKEN}/{path}")
+        found = json.loads(text)
+        assert (status, found.get("pieces", found.get("found"))) == (200, [])
+    assert ask(view, f"/{TOKEN}/values?first=999999999999")[:2] == (200, b"")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
@@ -223,6 +233,39 @@ def test_a_view_that_is_closed_lets_go_of_its_port_and_thread() -> None:
         assert again.port == port
         with pytest.raises(InspectionError, match="Cannot bind"):
             View(ArrayBoard(np.ones((3, 2), np.float32)), port=port)
+
+
+def test_whoever_never_asks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfmri._viewer.server._HEADER", 0.5)
+    with View(ArrayBoard(np.ones((3, 2), np.float32)), token=TOKEN) as view:
+        asks = socket.create_connection(("127.0.0.1", view.port))
+        silent = socket.create_connection(("127.0.0.1", view.port))
+        asks.settimeout(60)
+        silent.settimeout(60)
+        request = f"GET /{TOKEN}/board HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode()
+        asks.sendall(request + b"\r\n")
+        silent.sendall(request)  # its header does not end
+        assert asks.recv(100).startswith(b"HTTP/1.1 200")
+        assert silent.recv(100) == b"", "it is closed"
+        asks.sendall(request + b"\r\n")
+        while b"HTTP/1.1 200" not in asks.recv(1 << 16):
+            pass
+        asks.close()
+        silent.close()
+
+
+def test_a_view_may_be_closed_while_its_server_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfmri._viewer.server._PATIENCE", 0.05)
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    view, free = View(ArrayBoard(np.ones((3, 2), np.float32)), token=TOKEN), threading.Event()
+    view._site.loop.call_soon_threadsafe(free.wait)
+    view.close()
+    assert view._thread.is_alive(), "it was not busy, so this shows nothing"
+    free.set()
+    view._thread.join(60)
+    assert not raised, raised[0].exc_value
+    assert view._socket.fileno() == -1, "the port is free again"
 
 
 def test_other_machines_need_a_flag_and_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from PIL import Image
 from scans import make_scan
 
 from torchfmri import Scan
+from torchfmri._text import printable
 from torchfmri._viewer.page import bundle
+from torchfmri._viewer.still import shown_rows
 
 pytest.importorskip("anywidget")
 nbformat = pytest.importorskip("nbformat")
@@ -68,6 +71,11 @@ def test_where_no_widget_can_be_shown_there_is_a_picture() -> None:
             shown = pixels[row * high + high // 2, token * wide + wide // 2]
             wanted = np.array(viridis(min(1.0, values[token, row] / top))[:3]) * 255
             assert np.abs(shown - wanted).max() <= 16, (row, token)
+    names = ["model.embed", *(f"layers.{at}{part}" for at in range(30) for part in ("", ".mlp"))]
+    assert [names[row] for row in shown_rows(names)] == [
+        name for name in names if not name.endswith(".mlp")
+    ], "of many layers the blocks, and what is outside of them"
+    assert shown_rows(names[:7]) == list(range(7))
     empty = Scan(scan.anatomy, [], {}).widget()
     assert empty.still == ""
 
@@ -112,6 +120,11 @@ def test_an_exported_notebook_shows_the_picture_offline(
     picture.wait_for(state="visible")
     assert picture.evaluate("each => each.naturalWidth") > 100
     assert picture.bounding_box()["width"] > 300
+    drawing = base64.b64decode(picture.get_attribute("src").partition(",")[2]).decode()
+    scan = make_scan(blocks=4, tokens=30)
+    for text in [*scan.layers, *scan.tokens.pieces]:
+        short = text.strip() if len(text) <= 28 else "…" + text[-27:]
+        assert f">{escape(printable(short))}</text>" in drawing, text
     assert "30 tokens across, 35 layers down" in page.page.locator("figcaption").inner_text()
     foreign = [each for each in page.requests if each.startswith("http")]
     # The manager of widgets is what nbconvert itself asks for, where it finds their state.
@@ -198,6 +211,9 @@ def test_the_widget_renders_and_answers_in_jupyterlab(page: Page, lab: str) -> N
     )
     assert colours > 10, "it is drawn"
     heat.click(position={"x": 200, "y": 100})
+    details = page.page.locator("aside.details").bounding_box()
+    assert details is not None
+    assert details["width"] >= 200, "beside the map, as wide as the notebook allows"
     page.page.wait_for_function(
         """() => [...document.querySelectorAll('*')].some(e => e.viewer
         && e.viewer.ui.details.textContent.includes('this row'))"""

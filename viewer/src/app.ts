@@ -71,7 +71,10 @@ export class App {
   get scene() { return this.viewport.scene; }
   get metric() { return this.data.sequence?.metrics.find((each) => each.name === this.state.metric); }
   /** Whether columns are being added to the sequence in view. */
-  get streams() { return !!this.data.board?.going && this.state.sequence === this.data.board.sequences - 1; }
+  get streams() {
+    const { board, sequence } = this.data;
+    return !!board?.going && (board.kind === "run" ? sequence.going : this.state.sequence === board.sequences - 1);
+  }
   /** Whether the metric in view was measured of voxels, too. */
   get hasVoxels() { return !!this.data.sequence?.voxels.includes(this.state.metric); }
   get rowIndex() { return this.rows.findIndex((row) => row.name === this.state.layer); }
@@ -122,7 +125,7 @@ export class App {
     // A model may itself be a layer, whose name is empty: the same as none was chosen.
     if ((!this.settled && !this.state.layer) || !board.layers.includes(this.state.layer.split("[")[0])) {
       // Begin where something is wrong, if anything is.
-      const alarm = board.going ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && (each.layer === null || board.layers.includes(each.layer)));
+      const alarm = this.streams ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && (each.layer === null || board.layers.includes(each.layer)));
       change.layer = alarm?.layer ?? board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
       if (alarm) change.column = alarm.column ?? this.state.column;
       else if (!this.settled && !this.placed && board.live && this.state.follow) Object.assign(change, this.connection.followed());
@@ -198,6 +201,8 @@ export class App {
     try {
       await this.data.choose(sequence);
       if (this.state.sequence !== sequence) return; // another one was chosen meanwhile
+      // The steps of two runs have nothing in common: each is opened where it has something to say.
+      if (this.data.board.kind === "run") [this.settled, this.placed, this.state] = [false, false, { ...this.state, layer: "" }];
       this.set({ first: 0, last: 0, column: Math.min(this.state.column, Math.max(0, this.data.columns - 1)) });
       this.opened();
     } catch (error) {
@@ -254,7 +259,7 @@ export class App {
     const rows = this.rows;
     const { board, sequence } = this.data;
     return {
-      scene: this.scene, look: { ...this.state, none: this.inks().none }, mean: this.state.pool === "mean", inks: this.inks(), planes: this.plane, piece: this.data.piece,
+      scene: this.scene, look: this.screen.look, mean: this.state.pool === "mean", inks: this.inks(), planes: this.plane, piece: this.data.piece,
       title: [board.kind === "diff" ? board.title : board.model, this.metric?.title, sequence.text || sequence.name].filter(Boolean).join(" · "),
       axis: board.axis, unit: this.metric?.unit ?? "", bar: barEnds(this),
       values: async (first, last) => {

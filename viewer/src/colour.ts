@@ -2,7 +2,7 @@
 // draws: the map, the text, the bar, exports. `decode` and the codes 0 and 1 are the inverse of `tiles.py`: change
 // both together. `still.py` colours the still picture of a notebook by the same scales.
 
-/** 33 colours each, between which colours are mixed: viridis, cividis, batlow; vik, PuOr. */
+/** 33 colours each, between which colours are mixed; of maps that go both ways, two with a pale centre and two with a dark one. */
 const STOPS: Record<string, string> = {
   viridis:
     "440154470d6048186a482374472d7b4537814240863e49893b528b375b8d33638d2f6b8e2c728e297a8e26828e23898e21918c1f988b1fa08822a78528ae8032b67a3fbc734ec36b5ec96270cf5784d44b98d83eaddc30c2df23d8e219ece51bfde725",
@@ -13,9 +13,15 @@ const STOPS: Record<string, string> = {
   vik: "001261021f69022b710237790344810551890c5e921c6d9c307da6488db2619ebd7aaec894bed2adcdddc6dbe6dee6e9ece5e0eed9cde9cab8e2baa2dbaa8dd59b79cf8c66c97e53c27041bc622fb2511da33e0d912d06811f06731406650907590008",
   PuOr:
     "2d004b390c5e4518715225845f3a916d529c7b6aa88a7eb39990bfa9a1cbb7b1d5c3c0ddcfcfe5dadcece4e5f0eeeef3f7f7f6f9efe1fce8cdfee1b9fed59ffdc885fdbc6bf7ac52ee9b39e58a20d97b12cb6e0dbd6109ae55069e4c078d43077f3b08",
+  berlin:
+    "9eb0ff8caef679abed65a7e2519fd34194c13685ad2e76992868862259731d4b61183d4f14303e11242e111a20121214190c09220c022b0e013510004112014d16025b1d086c27117d341e8e422e9e513fae6051be6f63ce7f76df8f89f09f9cffadad",
+  managua:
+    "ffcf67f5bf62ebb05de1a158d89353ce864fc5794abb6d46b16243a6573f9a4c3d8e423a813939743139692b3c5f2941572949512d544e33624c3c714c47814d5290505e9d546aaa5877b55c83bf6190c8669ed26bacdb71bae476c9ed7cd9f781e7ff",
 };
 export const MAPS = ["viridis", "cividis", "batlow"];
-export const SIGNED_MAPS: Record<string, string> = { viridis: "vik", cividis: "PuOr", batlow: "vik" };
+/** By the map: the ones that go both ways, on a light and on a dark page, where 0 is as the page is. */
+const SIGNED_MAPS: Record<string, [string, string]> = { viridis: ["vik", "berlin"], cividis: ["PuOr", "managua"], batlow: ["vik", "berlin"] };
+export const mapOf = (signed: boolean, { map, dark }: { map: string; dark: boolean }) => (signed ? SIGNED_MAPS[map][dark ? 1 : 0] : map);
 const GLOBAL_DECADES = 4;
 const WIDE = 30;
 
@@ -44,6 +50,14 @@ export function cssColour(map: string, share: number): string {
   const table = mapTable(map);
   const i = 3 * Math.round(Math.min(Math.max(share, 0), 1) * 255);
   return `rgb(${table[i]} ${table[i + 1]} ${table[i + 2]})`;
+}
+
+/** How values are coloured. */
+export interface Look {
+  norm: string;
+  map: string;
+  none: string; // the colour of what was not measured, as #rrggbb
+  dark: boolean; // the page
 }
 
 export interface Header {
@@ -118,10 +132,11 @@ export function shareOf(scale: Scale, value: number): number {
 }
 
 /** For each row 256 colours as little-endian RGBA; what is not finite is transparent. */
-export function lookup(header: Header, rows: number[], norm: string, map: string, none: string): Uint32Array {
+export function lookup(header: Header, rows: number[], look: Look): Uint32Array {
+  const { norm, none } = look;
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(none.slice(at, at + 2), 16));
   const blank = (0xff000000 | (b << 16) | (g << 8) | r) >>> 0;
-  const table = mapTable(header.signed ? SIGNED_MAPS[map] : map);
+  const table = mapTable(mapOf(header.signed, look));
   const found = new Uint32Array(256 * rows.length);
   rows.forEach((row, place) => {
     const scale = scaleOf(header, norm, row);

@@ -22,7 +22,7 @@ export class Connection {
 
   constructor(private readonly app: App) {}
 
-  /** Columns per second, of those that the model makes one by one. */
+  /** Tokens per second, of those that the model makes one by one; steps come from files, many at once. */
   get rate(): number {
     const arrivals = this.arrivals.filter((each) => performance.now() - each < RATE);
     return arrivals.length > 1 ? Math.round(arrivals.length / Math.max(0.5, (performance.now() - arrivals[0]) / 1000)) : 0;
@@ -76,8 +76,8 @@ export class Connection {
     const { app } = this;
     const before = app.data.board?.sequences ?? 0;
     await app.data.open(({ sequences, live }) => {
-      // Whoever follows goes to the newest.
-      if (sequences > before && app.state.follow && live)
+      // Whoever follows the newest goes to the next.
+      if (sequences > before && app.state.follow && live && app.state.sequence >= before - 1)
         app.state = { ...app.state, sequence: sequences - 1, first: 0, last: 0, column: 0 };
       return app.state.sequence;
     }).catch(() => undefined);
@@ -116,10 +116,13 @@ export class Connection {
     this.streamed = true;
     app.data.put(message.first, message);
     app.data.columns = Math.max(app.data.columns, message.length);
+    app.data.sequence.headline = message.headline ?? app.data.sequence.headline;
+    const curves = app.data.known("tracks", "tracks")?.header;
+    if (curves) curves.tops = message.tops; // exactly: bytes are rounded
     const now = performance.now();
     // Those of a prompt come at once: they say nothing about speed.
     message.pieces.forEach((_: string, i: number) => {
-      if (message.generated[i] || app.data.board.axis !== "token") this.arrivals.push(now);
+      if (message.generated[i]) this.arrivals.push(now);
     });
     this.arrivals = this.arrivals.filter((each) => now - each < RATE);
     if (app.state.follow) app.set(this.followed());

@@ -44,6 +44,7 @@ export interface Board {
   ends?: [string, string]; // what values below and above 0 mean, where things are compared
   pair?: [string, string]; // what the curves that are lines are of, and those that are bars
   choices?: string[]; // what its sequences are, where they are the same thing judged in several ways
+  missing?: [string, string]; // what plain grey cells are, and why, where it is not that nothing was measured
   rows?: string; // what the rows are, where they are no layers in model order
   panels?: boolean; // whether there is more to say about a cell
   prompts?: boolean;
@@ -68,6 +69,7 @@ export interface Sequence {
   health: Health[];
   headline: string; // what came out, in a sentence
   panels: Panel[];
+  going: boolean; // whether columns are being added to it; known of runs, which may go on side by side
   voxels: string[]; // the metrics that voxels have, too
   opens: number; // the column that a page begins at
 }

@@ -9,6 +9,8 @@ import { RowFacts, bars, factsOf, histogram, standing } from "./facts";
 import { Panel, drawPanel } from "./panels";
 import { Row } from "./rows";
 
+const NOTHING = "not measured";
+
 export function renderDetails(app: App): void {
   const at = app.hover && app.hover.row >= 0 ? app.hover : { row: app.rowIndex, column: app.state.column };
   const row = app.rows[at.row];
@@ -38,6 +40,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
   const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
+  const shown = missing ? data.board.missing?.[0] ?? NOTHING : say(value);
   const [parts, panels] = [h("div", {}), h("div", {})];
   const own = [
     ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
@@ -48,8 +51,8 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const further = [panels, ...data.sequence.panels.map((each) => panel(app, each))];
   refill(ui.details,
     ...heading(app, row, column),
-    h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
-    h("p", { class: "sentence" }, sentence(value, facts, word, missing), h("span", { class: "beyond", "data-value": value })),
+    h("div", { class: "value" }, h("b", { title: exact(value) }, shown), h("span", {}, app.metric?.unit ?? "")),
+    h("p", { class: "sentence" }, missing ? data.board.missing?.[1] ?? "Nothing was measured here." : sentence(value, facts, word), h("span", { class: "beyond", "data-value": value })),
     // Whether an effect can be believed, and where the others are, comes before how the row runs.
     ...(data.board.kind === "contrast" ? [...further, ...own] : [...own, ...further]),
     h("div", { class: "buttons" },
@@ -57,7 +60,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
       h("button", { onclick: () => app.copy(app.python(), "Python") }, "Copy Python"),
       h("button", { onclick: () => app.copy(app.link(), "The link") }, "Copy link")));
   markBeyond(app, row);
-  if (!app.screen.told) ui.status.textContent = reading(app, row, column, say(value, missing));
+  if (!app.screen.told) ui.status.textContent = reading(app, row, column, shown);
   app.screen.told = false;
   await fillPanels(app, row, column, key, panels);
   await fillParts(app, row, column, key, parts);
@@ -85,7 +88,7 @@ function curveFacts({ data }: App, column: number, values: Float32Array[]): HTML
   const facts = values.map((each, i) => {
     const { title, beside } = data.sequence.tracks[i];
     const name = title[0].toLowerCase() + title.slice(1) + (pair && !beside ? `, ${pair[1]}` : "");
-    return fact(name, say(each[column], plane.code(i, column) === NOT_MEASURED));
+    return fact(name, plane.code(i, column) === NOT_MEASURED ? NOTHING : say(each[column]));
   });
   return facts.length ? [h("h2", {}, `This ${axis}`), h("dl", { class: pair ? "wide" : "" }, ...facts)] : [];
 }
@@ -137,8 +140,7 @@ async function fillParts(app: App, row: Row, column: number, key: string, box: H
   box.replaceChildren(h("h2", {}, `Strongest of ${row.parts} parts here`), bars(names, at, 5, (name) => app.goTo(name, column)));
 }
 
-function sentence(value: number, facts: RowFacts, word: string, missing: boolean): string {
-  if (missing) return "Nothing was measured here.";
+function sentence(value: number, facts: RowFacts, word: string): string {
   if (!Number.isFinite(value)) return "The value is NaN or infinite.";
   const z = (value - facts.mean) / facts.std;
   if (facts.count === 1) return "The only value in this row.";
@@ -148,5 +150,5 @@ function sentence(value: number, facts: RowFacts, word: string, missing: boolean
   const percent = (some: number) => `${Math.floor((100 * some) / facts.count)} %`;
   const place = !above ? "the highest" : !below ? "the lowest" : below >= above ? `higher than ${percent(below)}` : `lower than ${percent(above)}`;
   const ties = equal > 1 ? `, as high as ${count(equal - 1, "other")}` : "";
-  return `${place} of the ${word}s in this row${ties} (z ${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}).`;
+  return `${place} of this row’s ${word}s${ties} (z ${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}).`;
 }

@@ -49,9 +49,12 @@ export const KEYS: Key[] = [
   { keys: ["?"], name: "?", does: "this help", act: (app) => openHelp(app) },
 ];
 
+/** Whether a sequence that is chosen is followed: runs go on side by side, an earlier text does not. */
+const follows = ({ data }: App) => data.board.kind === "run";
+
 function turn(app: App, by: number): void {
   const sequence = app.state.sequence + by;
-  if (sequence >= 0 && sequence < app.data.board.sequences) app.set({ sequence, follow: false });
+  if (sequence >= 0 && sequence < app.data.board.sequences) app.set({ sequence, follow: follows(app) });
   else app.tell(by > 0 ? "This is the last one." : "This is the first one.");
 }
 
@@ -69,7 +72,7 @@ export function openHelp(app: App): void {
   openPopup(app,
     h("div", { class: "help" },
       h("h2", {}, "What you see"),
-      h("p", {}, `${whatYouSee(board)} Hatched cells are NaN or infinite, plain grey ones were not measured. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
+      h("p", {}, `${whatYouSee(board)} Hatched cells are NaN or infinite, plain grey ones were ${board.missing?.[0] ?? "not measured"}. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
       h("dl", {}, ...app.data.sequence.metrics.filter((each) => each.shown).flatMap((each) => [h("dt", {}, each.title), h("dd", {}, `${each.meaning} (${each.unit})`)])),
       h("h2", {}, "Keys"),
       h("dl", { class: "keys" }, ...KEYS.flatMap((each) => [h("dt", {}, h("kbd", {}, each.name)), h("dd", {}, each.does)]))),
@@ -92,8 +95,7 @@ export function openMenu(app: App): void {
 
 /** All findings and notes in full, with what to do about them. */
 export function openFindings(app: App): void {
-  const { sequence, board } = app.data;
-  const all = findings(sequence.health, board.notes).map((each) => {
+  const all = findings(app).map((each) => {
     const item = finding(app, each);
     item.addEventListener("click", () => closePopup(app));
     return h("li", {}, item, each.advice && h("p", { class: "soft" }, each.advice));
@@ -113,7 +115,7 @@ export function openPicker(app: App): void {
     if (number !== latest) return;
     said.textContent = `${count(answer.total, kind)}${answer.total > answer.found.length ? `, the first ${answer.found.length} are listed` : ""}`;
     list.replaceChildren(...answer.found.map((each: any) =>
-      h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { closePopup(app); app.set({ sequence: each.index, follow: false }); } },
+      h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { closePopup(app); app.set({ sequence: each.index, follow: follows(app) }); } },
         h("b", { dir: "auto" }, short(visible(each.text || each.name), 70)), each.condition && h("span", { class: "tag" }, short(each.condition, 30)), h("span", { class: "soft" }, count(each.columns, app.data.board.axis))))));
   };
   const input = h("input", { type: "search", placeholder: "Search texts, names and conditions", "aria-label": `Search ${kind}s` });

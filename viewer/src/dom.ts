@@ -39,8 +39,7 @@ export function svg(tag: string, options: Options = {}, ...children: Node[]): SV
 }
 
 /** A number for people: four significant digits. */
-export function say(x: number, missing = false): string {
-  if (missing) return "not measured";
+export function say(x: number): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "infinite" : "−infinite";
   if (x === 0) return "0";
   const size = Math.abs(x);
@@ -60,21 +59,27 @@ export function exact(x: number): string {
 
 // Joiners are part of how Persian, Hindi and emoji are written; anywhere else they are hidden characters.
 const JOINER = /(?<=[\p{L}\p{M}\p{Extended_Pictographic}\p{Emoji_Modifier}])(?<![\p{sc=Latin}\p{sc=Greek}\p{sc=Cyrillic}\u0300-\u036f])[\u200c\u200d](?=[\p{L}\p{M}\p{Extended_Pictographic}])(?![\p{sc=Latin}\p{sc=Greek}\p{sc=Cyrillic}])/gu;
-const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+// Tags are invisible letters; they belong to flags such as that of Scotland alone.
+const FLAG = /\u{1f3f4}[\u{e0020}-\u{e007e}]+\u{e007f}/gu;
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 
 /** A token's text with blanks, line ends and control characters made visible. */
 export function visible(piece: string, blanks = true): string {
   if (piece === "") return "·";
+  const text = piece.search(HIDDEN) < 0 ? piece : coded(piece); // most have nothing to hide, and this is called often
+  return blanks && !text.trim() ? "␣".repeat(Math.min(text.length, 4)) : text;
+}
+
+function coded(piece: string): string {
   const joiners = new Set(Array.from(piece.matchAll(JOINER), (found) => found.index));
-  let text = piece.replace(HIDDEN, (each, at) => {
-    if (joiners.has(at)) return each;
+  const flags = Array.from(piece.matchAll(FLAG), (found) => [found.index, found.index + found[0].length]);
+  return piece.replace(HIDDEN, (each, at) => {
+    if (joiners.has(at) || flags.some(([from, to]) => from < at && at < to)) return each;
     if (each === "\n") return "↵";
     if (each === "\t") return "⇥";
-    const code = each.charCodeAt(0);
+    const code = each.codePointAt(0)!;
     return code < 32 ? String.fromCharCode(0x2400 + code) : `‹${code.toString(16)}›`;
   });
-  if (blanks && !text.trim()) text = "␣".repeat(Math.min(text.length, 4));
-  return text;
 }
 
 /** A dotted name that may be broken where its parts begin. */

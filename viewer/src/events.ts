@@ -66,9 +66,27 @@ function onHeat(app: App): void {
 }
 
 function onOverview(app: App): void {
-  const brush = (event: PointerEvent) => event.buttons && app.viewport.brush(event.offsetX);
-  app.ui.overview.addEventListener("pointerdown", brush);
-  app.ui.overview.addEventListener("pointermove", brush);
+  const { ui: { overview }, viewport } = app;
+  let from = 0;
+  let moved = false;
+  let grip: number | null = null; // where the pointer holds the frame; null where it draws another one
+  const place = (event: PointerEvent) => viewport.overviewAt(event.offsetX);
+  overview.addEventListener("pointerdown", (event) => {
+    overview.setPointerCapture(event.pointerId);
+    [from, moved] = [place(event), false];
+    grip = viewport.frames(from) ? from - app.scene.first : null;
+  });
+  overview.addEventListener("pointermove", (event) => {
+    if (!event.buttons) return;
+    const [to, span] = [place(event), app.scene.width / app.scene.cell];
+    moved ||= to !== from;
+    if (grip !== null) viewport.show(to - grip, span);
+    else viewport.show(Math.min(from, to), Math.abs(to - from));
+  });
+  overview.addEventListener("pointerup", () => {
+    const span = app.scene.width / app.scene.cell;
+    if (!moved && grip === null && viewport.zoomed) viewport.show(from - span / 2, span);
+  });
 }
 
 function onControls(app: App): void {
@@ -80,6 +98,7 @@ function onControls(app: App): void {
   ui.help.addEventListener("click", () => openHelp(app));
   ui.live.addEventListener("click", () => app.viewport.follow());
   ui.allFindings.addEventListener("click", () => openFindings(app));
+  ui.notes.addEventListener("click", () => openFindings(app));
   ui.search.addEventListener("keydown", (event) => {
     event.stopPropagation();
     if (event.key === "Enter") void find(app, ui.search.value, event.shiftKey ? -1 : 1);

@@ -2,10 +2,10 @@
 // and written so that they give the same float32 again; only PNG is made of tiles. Texts are escaped for each format.
 
 import type { App } from "./app";
-import { SIGNED_MAPS, cssColour, scaleOf, shareOf } from "./colour";
+import { Look, cssColour, mapOf, scaleOf, shareOf } from "./colour";
 import { exact, short, svg, visible } from "./dom";
 import { Inks, Piece, READABLE, Scene, drawAxis, drawCells } from "./heatmap";
-import { Look, Plane } from "./planes";
+import { Plane } from "./planes";
 
 export const MOST_CELLS = 60_000;
 const [LEFT, TOP, BOTTOM, RIGHT] = [230, 40, 140, 16];
@@ -114,7 +114,7 @@ export async function toSvg(from: Exported): Promise<Blob> {
     const numbers = values.get(row.name);
     if (!header || !numbers) return;
     const scale = scaleOf(header, from.look.norm, row.index);
-    const map = header.signed ? SIGNED_MAPS[from.look.map] : from.look.map;
+    const map = mapOf(header.signed, from.look);
     numbers.forEach((value, i) => {
       const share = shareOf(scale, value);
       const fill = Number.isNaN(share) ? inks.none : cssColour(map, share);
@@ -137,18 +137,18 @@ export async function toSvg(from: Exported): Promise<Blob> {
 const wellFormed = (text: string) =>
   text.replace(/[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, (each) => (each < " " ? String.fromCharCode(0x2400 + each.charCodeAt(0)) : "\ufffd"));
 
-/** One line per row, one column per token, numbers that give the same float32 again. */
+/** One line per token, one column per row of the map, numbers that give the same float32 again. */
 export async function toCsv(from: Exported): Promise<Blob> {
   const { first, last, rows } = inView(from.scene);
   const values = await from.values(first, last);
   // A text that begins like a formula would be run by a spreadsheet.
   const field = (text: string) => `"${(/^[=+\-@\t\r]/.test(text) ? "'" + text : text).replace(/"/g, '""')}"`;
-  const columns = Array.from({ length: last - first }, (_, i) => first + i);
-  const lines = [
-    ["layer", ...columns.map(String)].join(","),
-    [field("text"), ...columns.map((t) => field(from.piece(t)?.text ?? ""))].join(","),
-    ...rows.map((row) => [field(row.name || "model"), ...Array.from(values.get(row.name) ?? [], exact)].join(",")),
-  ];
+  // A token is its number and its text, a step its number, a block its name.
+  const isToken = from.axis === "token";
+  const place = (t: number, piece: Piece | null) => (isToken ? [t, field(piece?.text ?? "")] : [from.axis === "step" ? piece?.id ?? t : field(piece?.text ?? "")]);
+  const lines = [[from.axis, ...(isToken ? ["text"] : []), ...rows.map((row) => field(row.name || "model"))].join(",")];
+  for (let t = first; t < last; t++)
+    lines.push([...place(t, from.piece(t)), ...rows.map((row) => exact(values.get(row.name)?.[t - first] ?? NaN))].join(","));
   return new Blob([lines.join("\r\n") + "\r\n"], { type: "text/csv" });
 }
 

@@ -2,10 +2,10 @@
 // at every frame and by `exports`, so nothing here may ask for anything or read the layout of the page. Where a
 // tile is still missing, a coarser one stands in: a column is never blank.
 
-import { Header, NOT_MEASURED, decode } from "./colour";
+import { Header, Look, NOT_MEASURED, decode } from "./colour";
 import { Metric } from "./data";
 import { short, visible } from "./dom";
-import { Look, Plane } from "./planes";
+import { Plane } from "./planes";
 import { Row } from "./rows";
 import { WIDEST } from "./viewport";
 
@@ -29,6 +29,7 @@ export interface Inks {
   hatch: string;
   none: string;
   other: string; // of curves beside others
+  dark: boolean;
 }
 
 /** Pixels per column from which texts are written under them. */
@@ -225,7 +226,7 @@ export function drawAxis(
   const to = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell));
   if (texts && scene.cell >= READABLE) {
     c.font = `${Math.min(12, Math.max(9.5, scene.cell - 3))}px system-ui, sans-serif`;
-    const label = (t: number) => short(visible(piece(t)?.text.trim() || piece(t)?.text || ""), 14);
+    const label = (t: number) => short(visible(piece(t)?.text.replace(/^ +| +$/g, "") || piece(t)?.text || ""), 14);
     let level = scene.cell >= LEVEL; // all of them, or none
     for (let t = from; t < to && level; t++) level = c.measureText(label(t)).width < scene.cell - 4;
     for (let t = from; t < to; t++) {
@@ -252,7 +253,9 @@ export function drawAxis(
   for (let t = Math.ceil(from / step) * step; t < to; t += step) {
     const x = (t + 0.5 - scene.first) * scene.cell;
     c.fillRect(x, 0, 1, 4);
-    c.fillText(texts ? t.toLocaleString("en") : (piece(t)?.text.trim() ?? ""), x, 13);
+    const label = texts ? t.toLocaleString("en") : (piece(t)?.text.trim() ?? "");
+    const half = c.measureText(label).width / 2 + 1;
+    c.fillText(label, Math.max(half, Math.min(x, scene.width - half)), 13);
   }
 }
 export interface Piece {

@@ -2,19 +2,13 @@
 // drawn by `heatmap`. Codes of different versions of a plane must never be mixed: they mean different values. Tiles and
 // pictures are bounded, and few are painted per frame, which keeps a sweep over 100,000 tokens fluent.
 
-import { Header, NOT_FINITE, NOT_MEASURED, decode, lookup } from "./colour";
+import { Header, Look, NOT_FINITE, NOT_MEASURED, lookup } from "./colour";
 import { Transport } from "./transport";
 
 export const WIDTH = 256;
 const TILES = 96;
 const CANVAS_BYTES = 96 << 20;
 const LISTS = 3; // lists of rows that are painted: the tree, the overview, and the one before
-
-export interface Look {
-  norm: string;
-  map: string;
-  none: string; // the colour of what was not measured, as #rrggbb
-}
 
 class Tile {
   readonly pictures = new Map<number[], { key: string; canvas: HTMLCanvasElement }>(); // by list of rows
@@ -33,7 +27,6 @@ export class Plane {
   private colours = new Map<number[], { key: string; table: Uint32Array }>();
   private asking = false;
   private early: { version: number; first: number; count: number; codes: Uint8Array }[] = [];
-  private raised = 0; // how often the tops of rows were raised by what came live
 
   constructor(
     private readonly transport: Transport,
@@ -160,12 +153,12 @@ export class Plane {
       this.renew();
       return;
     }
+    const known = Math.max(0, header.columns - first); // counted already, where the header came later than the question
     header.columns = Math.max(header.columns, first + count);
     header.levels = 1 + Math.max(0, Math.ceil(Math.log2(header.columns / WIDTH)));
     codes.forEach((code, i) => {
-      if (code <= NOT_MEASURED) (code === NOT_FINITE ? header.nonfinite : header.missing)[Math.floor(i / count)]++;
+      if (code <= NOT_MEASURED && i % count >= known) (code === NOT_FINITE ? header.nonfinite : header.missing)[Math.floor(i / count)]++;
     });
-    if (this.place.plane === "tracks") this.raise(header, count, codes);
     for (let level = 0; level < header.levels; level++) {
       const [from, to] = [first >> level, (first + count - 1) >> level];
       for (let x = Math.floor(from / WIDTH); x <= Math.floor(to / WIDTH); x++) {
@@ -181,21 +174,9 @@ export class Plane {
     this.changed();
   }
 
-  /** What came is the largest of its row now, perhaps. */
-  private raise(header: Header, count: number, codes: Uint8Array): void {
-    codes.forEach((code, i) => {
-      const row = Math.floor(i / count);
-      const size = Math.abs(decode(header, row, code));
-      if (size > header.tops[row]) {
-        header.tops[row] = size;
-        this.raised++;
-      }
-    });
-  }
-
   /** How the pictures of a look are known: they are painted anew where anything of it changes. */
   private keyOf(look: Look): string {
-    return `${look.norm} ${look.map} ${look.none} ${this.header!.version} ${this.raised}`;
+    return `${look.norm} ${look.map} ${look.none} ${look.dark} ${this.header!.version}`;
   }
 
   /** Draw rows `from` to `to` of the list `rows` of this plane; returns the pieces not painted. */
@@ -260,7 +241,7 @@ export class Plane {
     if (known?.key === key) return known.canvas;
     let colours = this.colours.get(rows);
     if (colours?.key !== key) {
-      colours = { key, table: lookup(this.header!, rows, look.norm, look.map, look.none) };
+      colours = { key, table: lookup(this.header!, rows, look) };
       remember(this.colours, rows, colours, LISTS);
     }
     budget.paints--;

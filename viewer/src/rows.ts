@@ -14,16 +14,14 @@ export interface Row {
   parts: number; // voxels that it can be expanded to
 }
 
-/** The layer above each layer: the longest prefix that is a layer itself; -1 for none. */
+/** The layer above each layer: the longest prefix that is a layer itself; -1 for none, or if others stand in between. */
 export function parentsOf(layers: string[]): number[] {
-  const place = new Map(layers.map((name, index) => [name, index]));
-  return layers.map((name) => {
-    const segments = name.split(".");
-    for (let n = segments.length - 1; n > 0; n--) {
-      const found = place.get(segments.slice(0, n).join("."));
-      if (found !== undefined) return found;
-    }
-    return -1;
+  const above: number[] = []; // the layers that the one before lies in, and itself
+  return layers.map((name, index) => {
+    while (above.length && !(layers[above[above.length - 1]] && name.startsWith(layers[above[above.length - 1]] + "."))) above.pop();
+    const parent = above[above.length - 1] ?? -1;
+    above.push(index);
+    return parent;
   });
 }
 

@@ -2,6 +2,7 @@
 // has one. A frame must stay below 4 ms of processor time, so texts and details follow a moment later.
 
 import type { App } from "./app";
+import { Look } from "./colour";
 import { renderDetails } from "./details";
 import { Inks, READABLE, drawAxis, drawCells, drawMarks, drawOverlay, drawOverview, drawTracks } from "./heatmap";
 import { budget } from "./planes";
@@ -59,7 +60,12 @@ export class Screen {
     if (this.theirInks) return this.theirInks;
     const style = getComputedStyle(this.app.ui.body);
     const get = (name: string) => style.getPropertyValue(`--${name}`).trim();
-    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none"), other: get("other") };
+    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none"), other: get("other"), dark: get("theme") === "dark" };
+  }
+
+  get look(): Look {
+    const [{ norm, map }, { none, dark }] = [this.app.state, this.inks()];
+    return { norm, map, none, dark };
   }
 
   render(): void {
@@ -127,7 +133,7 @@ export class Screen {
     const { scene, state, ui, data } = app;
     const inks = this.inks();
     const ratio = window.devicePixelRatio || 1;
-    const look = { norm: state.norm, map: state.map, none: inks.none };
+    const { look } = this;
     budget.paints = PAINTS;
     budget.late = false;
     let c = this.context(ui.heat, scene.height, ratio);

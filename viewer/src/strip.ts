@@ -3,7 +3,7 @@
 // the wrong order; special tokens are set apart. At most 400 texts are on the page at once.
 
 import type { App } from "./app";
-import { SIGNED_MAPS, cssColour, decode, scaleOf, shareOf } from "./colour";
+import { cssColour, decode, mapOf, scaleOf, shareOf } from "./colour";
 import { count, h, short, visible } from "./dom";
 
 const [SHOWN, STEP] = [400, 100]; // columns whose texts are on the page, and by how many they move
@@ -37,7 +37,7 @@ function fill(app: App, first: number, end: number): void {
   const plane = row && app.plane(row.plane);
   const header = plane?.header;
   const scale = header ? scaleOf(header, state.norm, row.index) : null;
-  const map = header?.signed ? SIGNED_MAPS[state.map] : state.map;
+  const map = mapOf(!!header?.signed, app.screen.look);
   const spans: HTMLElement[] = [];
   for (let t = first; t < end; t++) {
     const piece = data.piece(t);

@@ -2,9 +2,9 @@
 // The words at the ends of the colour bar must hold for the cells in view: `barEnds` is also what exports print.
 
 import type { App } from "./app";
-import { Header, MAPS, SIGNED_MAPS, cssColour, scaleOf, topName } from "./colour";
+import { Header, MAPS, cssColour, mapOf, scaleOf, topName } from "./colour";
 import { Health, Metric } from "./data";
-import { count, h, refill, say, short } from "./dom";
+import { count, h, refill, say, short, visible } from "./dom";
 import { topOf } from "./heatmap";
 import { BAND } from "./screen";
 import { State } from "./state";
@@ -22,26 +22,27 @@ export function renderControls(app: App): void {
   const tracks = sequence.tracks.length ? data.plane("tracks", "tracks").header?.tops : [];
   const live = liveText(app);
   const key = [
-    state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes,
-    sequence.name, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, own?.version, tracks,
+    state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes, board.problems,
+    sequence.name, sequence.headline, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, own?.version, tracks,
   ];
   if (!app.screen.once("controls", JSON.stringify(key))) return;
   renderHead(app, live);
   renderChoices(app);
   renderAnswer(app);
-  renderHealth(app, sequence.health, board.notes);
+  renderHealth(app);
   renderNames(app);
   renderBar(app);
 }
 
 /** What the mark beside the title says: nothing where nothing can be added. */
 function liveText(app: App): string {
-  const { board } = app.data;
+  const { board, sequence } = app.data;
   if (!board.live || !app.connection.connected) return "";
-  if (!board.going) return board.prompts ? "" : board.kind === "run" ? "ended" : "done";
+  if (board.kind === "run" && !sequence.going) return "ended";
+  if (!board.going) return board.prompts ? "" : "done";
   if (!app.state.follow) return "PAUSED";
   const { rate } = app.connection;
-  return `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}`;
+  return `LIVE${rate ? ` ${rate} tok/s` : ""}`;
 }
 
 /** What the page shows, beside the mark. */
@@ -99,8 +100,8 @@ export function nextChoice(app: App): void {
 function renderAnswer(app: App): void {
   const { ui, data: { board, sequence } } = app;
   ui.answer.hidden = !sequence.headline;
-  ui.headline.textContent = sequence.headline;
-  const map = SIGNED_MAPS[app.state.map];
+  ui.headline.textContent = visible(sequence.headline, false);
+  const map = mapOf(true, app.screen.look);
   const swatch = (share: number, text: string) => [h("i", { class: "swatch", style: { background: cssColour(map, share) } }), h("span", {}, text)];
   const { overlay } = sequence;
   refill(ui.legend, ...(!overlay ? [] : [
@@ -108,18 +109,24 @@ function renderAnswer(app: App): void {
     h("i", { class: "swatch survivor" }), h("span", {}, overlay.meaning), h("i", { class: "swatch faint" }), h("span", {}, "fainter: weaker evidence")]));
 }
 
-function renderHealth(app: App, health: Health[], notes: string[]): void {
+function renderHealth(app: App): void {
   const { ui } = app;
-  const all = findings(health, notes);
-  ui.health.hidden = !all.length;
-  const worst = all.filter((each) => each.severity !== "inform").length;
-  ui.allFindings.textContent = worst ? count(worst, "finding") : count(all.length, "note");
-  ui.allFindings.className = worst ? `all ${all[0].severity}` : "all";
-  refill(ui.findings, ...all.slice(0, FINDINGS).map((each) => finding(app, each)));
+  const all = findings(app);
+  const worst = all.filter((each) => each.severity !== "inform");
+  ui.health.hidden = !worst.length;
+  ui.allFindings.textContent = count(worst.length, "finding");
+  ui.allFindings.className = `all ${worst[0]?.severity}`;
+  refill(ui.findings, ...worst.slice(0, FINDINGS).map((each) => finding(app, each)));
+  ui.notes.hidden = worst.length === all.length;
+  ui.notes.textContent = count(all.length - worst.length, "note");
 }
 
-export function findings(health: Health[], notes: string[]): Health[] {
-  return [...health, ...notes.map((text) => ({ text, severity: "inform", layer: null, column: null, advice: "" }))];
+/** What is wrong, and then what only has to be known. */
+export function findings({ data: { board, sequence } }: App): Health[] {
+  const plain = (severity: string) => (text: string) => ({ text, severity, layer: null, column: null, advice: "" });
+  const unread = (board.problems ?? []).map((each) => `not read: ${each}`).map(plain("warn"));
+  const all = [...unread, ...sequence.health, ...board.notes.map(plain("inform"))];
+  return [...all.filter((each) => each.severity !== "inform"), ...all.filter((each) => each.severity === "inform")];
 }
 
 const MARKS: Record<string, string> = { alarm: "✖ ", warn: "▲ " };
@@ -137,7 +144,7 @@ function renderNames(app: App): void {
   const { ui, data: { board, bands } } = app;
   ui.trackNames.replaceChildren(...bands.map((each) =>
     h("div", { title: `${each.meaning} (${each.unit})${each.top ? " The bars end at the largest value of what the model wrote; what is higher has a line above it." : ""}`, style: { height: `${BAND}px` } },
-      h("span", {}, each.title, h("small", {}, trackTop(app, each))), board.pair && h("small", {}, h("i", { class: "bars-key" }), board.pair[1], h("i", { class: "line-key" }), board.pair[0]))));
+      h("span", {}, each.title, !!board.pair && h("small", {}, trackTop(app, each))), !board.pair && h("small", {}, trackTop(app, each)), board.pair && h("small", {}, h("i", { class: "bars-key" }), board.pair[1], h("i", { class: "line-key" }), board.pair[0]))));
   ui.tracks.style.height = ui.trackNames.style.height = `${BAND * bands.length}px`;
   ui.axisTitle.replaceChildren(h("span", {}, board.rows ?? "↑ layers, input at the top"), h("span", {}, `${board.axis}s →`), ui.shownRows);
 }
@@ -147,7 +154,7 @@ function trackTop({ data }: App, track: Metric): string {
   const top = header && topOf(header, data.sequence.tracks, track);
   const plain = data.sequence.tracks.map((each) => ({ ...each, top: 0 }));
   const beyond = header && (top ?? 0) < topOf(header, plain, plain[data.sequence.tracks.indexOf(track)]);
-  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}${beyond ? ", more: ▔" : ""}` : "";
+  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}${beyond ? ", ▔ beyond" : ""}` : "";
 }
 
 /** Whether there is anything that a colour stands for. */
@@ -160,7 +167,7 @@ export function barEnds(app: App, crosshair = false): { words: [string, string];
   const at = app.rows[app.rowIndex];
   const own = at && app.plane(at.plane)?.header;
   const scale = own ? scaleOf(own, app.state.norm, at.index) : scaleOf(header, app.state.norm, 0);
-  const map = header.signed ? SIGNED_MAPS[app.state.map] : app.state.map;
+  const map = mapOf(header.signed, app.screen.look);
   const { ends } = app.data.board;
   const log = scale.logarithmic ? " (log)" : "";
   // Values beyond the ends have the colours of the ends.
@@ -184,7 +191,7 @@ function renderBar(app: App): void {
   // Rows of a run that have nothing of this metric are not shown.
   const any = (counts: number[]) => counts.some((each) => each > 0 && !(app.data.board.kind === "run" && each === header.columns && counts === header.missing));
   const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
-  const keys = [...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []), ...(any(header.missing) ? key("not-measured", "not measured") : [])];
+  const keys = [...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []), ...(any(header.missing) ? key("not-measured", app.data.board.missing?.[0] ?? "not measured") : [])];
   const found = barEnds(app, true);
   if (!found) return refill(app.ui.bar, h("span", {}, "No values"), ...keys);
   const { words, map } = found;

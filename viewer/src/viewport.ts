@@ -8,7 +8,7 @@ import { State } from "./state";
 export const WIDEST = 200; // pixels of a column
 const [NARROWEST_ROW, TALLEST_ROW] = [8.5, 88]; // every row has room for its name; what does not fit is scrolled to
 const NO_VOXELS: Record<string, string> = { file: "The voxels are not part of this saved page: it would have been too large, or they were not measured." };
-const SMALL = 900; // a page that is narrower has its details below the map
+const SMALL = 680; // a page that is narrower has its details below the map
 
 export class Viewport {
   scene: Scene = { rows: [], columns: 0, first: 0, cell: 1, top: 0, rowHeight: 10, width: 1, height: 1 };
@@ -26,8 +26,8 @@ export class Viewport {
     const { ui } = this.app;
     const total = ui.stage.clientWidth - 28;
     const small = ui.body.clientWidth <= SMALL;
-    const left = small ? 130 : Math.round(Math.max(150, Math.min(250, 0.17 * total)));
-    const right = small ? 0 : Math.round(Math.max(250, Math.min(420, 0.27 * total)));
+    const left = total <= 900 ? 130 : Math.round(Math.max(150, Math.min(250, 0.17 * total)));
+    const right = small ? 0 : Math.round(Math.max(200, Math.min(420, 0.27 * total)));
     ui.stage.style.gridTemplateColumns = `${left}px ${total - left - right}px ${right}px`;
     const height = Math.floor(ui.map.getBoundingClientRect().height);
     this.sizes = { width: total - left - right, height };
@@ -127,14 +127,25 @@ export class Viewport {
     app.set({ ...moved, top, follow: false });
   }
 
-  /** Show the part of the sequence around a place of the overview, in pixels. */
-  brush(x: number): void {
-    const { scene, app } = this;
+  /** The column at a place of the overview, in pixels. */
+  overviewAt(x: number): number {
+    const { scene, app: { data: { columns } } } = this;
+    return Math.max(0, Math.min(x / Math.min(WIDEST, scene.width / Math.max(1, columns)), columns));
+  }
+
+  /** Whether a column is in the frame of the overview, and the frame is not all of it. */
+  frames(column: number): boolean {
+    const { scene } = this;
+    return this.zoomed && column >= scene.first && column <= scene.first + scene.width / scene.cell;
+  }
+
+  /** Show some columns, as many as have room. */
+  show(first: number, span: number): void {
+    const { app, scene } = this;
     const { columns } = app.data;
-    const at = x / Math.min(WIDEST, scene.width / Math.max(1, columns));
-    const span = Math.min(scene.width / scene.cell, columns / 2);
-    const first = Math.max(0, Math.min(at - span / 2, columns - span));
-    app.set({ first, last: first + span, follow: false });
+    const wide = Math.max(span, scene.width / WIDEST);
+    const begin = Math.max(0, Math.min(first, columns - wide));
+    if (wide < columns) app.set({ first: begin, last: begin + wide, follow: false });
   }
 
   /** Unfold or fold the layer at the crosshair. */

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torchfmri._contrast.comparison import TestOptions, threshold
 from torchfmri._contrast.picture import block_number, opacities
 from torchfmri._contrast.record import Contrast
+from torchfmri._contrast.remarks import WARNINGS
 from torchfmri._contrast.thresholds import count_sentence, outline_meaning, threshold_title
-from torchfmri._text import layer_label, number_text, plural, printable, star
+from torchfmri._text import layer_label, number_text, plural, printable, probability_text, star
 from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Overlay, Panel
 
 _BEFORE, _AFTER = "in", "out"
@@ -128,8 +129,13 @@ class ContrastBoard(Board):
         place = f"torchfmri.load_contrast({str(self.path)!r})" if self.path else "contrast"
         about: dict[str, Any] = {
             "title": printable(contrast.question),
+            "missing": ["not tested", "No such layer in this block, or the same in every prompt."],
             "model": printable(contrast.model),
-            "notes": [printable(contrast.summary), *map(printable, contrast.notes)],
+            "notes": [
+                printable(each)
+                for each in (contrast.summary, *contrast.notes)
+                if not each.startswith(WARNINGS)
+            ],
             "python": place,
             "rows": "↑ kinds of layers",
         }
@@ -198,7 +204,7 @@ class ContrastBoard(Board):
         block = block_number(layer)
         place = f"{row}{part}" + (f" of block {self._pieces[column]}" if block is not None else "")
         p = contrast.p[peak[0]]
-        evidence = "" if np.isnan(p) else f", p {number_text(p)}"
+        evidence = "" if np.isnan(p) else f", p {probability_text(p)}"
         lead = "Largest effect" if np.isnan(p) else "Strongest evidence"
         if contrast.is_f:
             return f" {lead}: {place} (F {number_text(contrast.f[peak[0]])}{evidence})."
@@ -236,13 +242,20 @@ class ContrastBoard(Board):
         return _at(shade, self._places[plane]).T.astype(np.float32)
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
-        """Return where a block has no such layer."""
+        """Return where a block has no such layer, or one that is the same in every prompt.
+
+        What does not vary has a difference (0) and nothing to divide it by: no NaN was measured.
+        """
         if plane == TRACKS:
             return None
         if plane == LAYERS:
-            return np.stack([(each < 0).all(0) for each in self._places.values()], 1)
-        absent: NDArray[np.bool_] = (self._places[plane] < 0).T
-        return absent
+            absent = np.stack([(each < 0).all(0) for each in self._places.values()], 1)
+        else:
+            absent = (self._places[plane] < 0).T
+        constant = np.isfinite(self.values(sequence, "effect", plane))
+        constant &= np.isnan(self.values(sequence, metric, plane))
+        found: NDArray[np.bool_] = absent | constant
+        return found
 
     def names(self, plane: str) -> Sequence[str]:
         """Return the names of the rows of a plane; parts are named by the layer with most."""
@@ -269,7 +282,7 @@ class ContrastBoard(Board):
             part = contrast.columns[[index]].names[0][len(layer) :]
             link = {"layer": row, "column": column, "text": row + part}
             mark = "●" if contrast.survives[index] else ""
-            numbers = number_text(values[index]), number_text(judged[index])
+            numbers = number_text(values[index]), probability_text(judged[index])
             rows.append([mark, self._pieces[column], link, *numbers])
         data = {"columns": ["", "block", contrast.level, size, name], "rows": rows}
         count = plural(int(contrast.survives.sum()), contrast.level)
@@ -295,18 +308,19 @@ class ContrastBoard(Board):
             f"{level} interval of g": f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
             "F" if contrast.is_f else "t": number_text(contrast.statistic[index]),
             "degrees of freedom": number_text(peak.dof),
-            "p": number_text(peak.p),
+            "p": probability_text(peak.p),
         }
         if _is_corrected(contrast):
-            pairs["q"] = number_text(peak.q)
+            pairs["q"] = probability_text(peak.q)
         if contrast.height_control is not None:
             pairs["survives"] = "yes" if peak.survives else "no"
         data = {"columns": ["", ""], "rows": [[key, value] for key, value in pairs.items()]}
         return (Panel("cell", contrast.columns[[index]].names[0], "table", data),)
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """Return nothing: what has to be known is in the notes."""
-        return ()
+        """Return the notes without which the result misleads, such as that prompts are few."""
+        found = [each for each in self.contrast.notes if each.startswith(WARNINGS)]
+        return [Health(printable(each), "warn") for each in found]
 
     # -- cells -------------------------------------------------------------------------------
 

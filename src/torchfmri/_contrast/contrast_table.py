@@ -16,7 +16,7 @@ import numpy as np
 from torchfmri._arguments import from_extra
 from torchfmri._contrast.peak import Peak
 from torchfmri._files import new_file
-from torchfmri._text import Column, Grid, number_text
+from torchfmri._text import Column, Grid, number_text, probability_text
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def grid_of(contrast: Contrast, places: list[int]) -> Grid:
     columns = [
         Column("effect", [number_text(peak.effect) for peak in peaks], 4),
         *_size_columns(contrast, peaks),
-        Column("p", [number_text(peak.p) for peak in peaks], 3),
-        Column("q", [number_text(peak.q) for peak in peaks], 7),
+        Column("p", [probability_text(peak.p) for peak in peaks], 3),
+        Column("q", [probability_text(peak.q) for peak in peaks], 7),
         Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
     ]
     kept = frozenset(row for row, peak in enumerate(peaks) if peak.survives)

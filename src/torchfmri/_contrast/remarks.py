@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FEW = 5
 """Fewer prompts in a group than this are called few."""
 _POWER = 0.8
+WARNINGS = ("not independent", "little power", "effects only", "nothing can survive")
+"""How notes begin without which a result misleads; the viewer shows them as findings."""
 
 
 @lru_cache(maxsize=256)  # a search with noncentral t: it would take longer than the test itself

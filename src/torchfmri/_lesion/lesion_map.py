@@ -8,6 +8,7 @@ corrected for how many there are. The table, its notes and the picture may chang
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from torchfmri._contrast import t_quantile, t_tail
 from torchfmri._files import new_file, read_regular, seal, unseal
 from torchfmri._model import nearest_names
 from torchfmri._text import Column, Grid, number_text, plural, printable
+from torchfmri._viewer import Panel
 from torchfmri.exceptions import FileFormatError, InspectionError, LayerNotFoundError
 from torchfmri.visualization import LesionPicture, draw_lesions, new_figure, save_figure
 
@@ -270,6 +272,23 @@ class LesionMap:
         word = f"continues the word {prompt.split()[-1]!r}"
         own = f"a word of its own is {' ' + answer!r}{several}."
         return [f"The answer {answer!r} has no space before it and {word}; {own}"]
+
+    def panel(self, layers: Sequence[str] = (), count: int = 20) -> Panel:
+        """Return the largest effects as a panel for `torchfmri.view(scan, panels=[...])`.
+
+        Args:
+            layers: Those of the scan, `scan.layers`: a lesion leads to its block.
+            count: How many lesions to show.
+        """
+        found = self.over_prompts()
+        blocks = {each.rpartition(".")[2]: each for each in reversed(layers)}
+        several, rows = len(self.prompts) > 1, list[list[Any]]()
+        for index in map(self.names.index, self.top(count)):
+            link = {"layer": blocks.get(str(self.blocks[index])), "text": self._titled(index)}
+            numbers = [number_text(found.mean[index])]
+            rows.append([link, *numbers, *([f"{found.p[index]:.2g}"] if several else [])])
+        columns = ["lesion", "change", *(["p"] if several else [])]
+        return Panel("lesions", self._title(), "table", {"columns": columns, "rows": rows})
 
     def plot(self) -> Figure:
         """Draw effects beside activations: blocks down, heads or voxels across."""

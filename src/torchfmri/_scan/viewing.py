@@ -7,7 +7,7 @@ own and a line in `board_of`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torchfmri._records import History
 from torchfmri._scan.loading import load
 from torchfmri._scan.pictures.scan_board import ScanBoard
 from torchfmri._scan.scan_record import Scan
-from torchfmri._viewer import Board, DiffBoard, RunBoard, View, ViewedRun, runs_in, serve
+from torchfmri._viewer import Board, DiffBoard, Panel, RunBoard, View, ViewedRun, runs_in, serve
 from torchfmri.exceptions import InspectionError
 
 Viewed = Scan | Contrast | History | str | PathLike[str]
@@ -35,6 +35,7 @@ def view(
     remote: bool = False,
     state: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
+    panels: Sequence[Panel] = (),
 ) -> View:
     """Show a scan, a contrast or a training run in a browser; the view serves until it is closed.
 
@@ -51,6 +52,7 @@ def view(
         state: What to show first, such as `view.state` of another time.
         tokenizer: The model's tokenizer, to spell the tokens that a lens names (`scan(lens=True)`);
             without it those that are not in the text are numbers.
+        panels: Further panels of a scan, such as `lesions.panel(scan.layers)`.
 
     Raises:
         FileFormatError: The path holds neither a scan, nor a contrast, nor a run.
@@ -63,6 +65,9 @@ def view(
     board = board_of(what)
     if isinstance(board, ScanBoard):
         board.tokenizer = tokenizer
+        board.further = tuple(panels)
+    else:
+        require(not panels, "panels", panels, "only the page of a scan has further ones")
     if other is not None:
         board = difference_of(board, board_of(other))
     shown = serve(board, host=host, port=port, token=token, remote=remote, browser=browser)

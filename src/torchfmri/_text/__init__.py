@@ -30,6 +30,7 @@ from torchfmri._text.rows import (
     group_reasons,
     number_text,
     plural,
+    probability_text,
     say_note,
     say_reasons,
     share_text,

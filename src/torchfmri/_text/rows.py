@@ -236,6 +236,11 @@ def number_text(value: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def probability_text(p: float) -> str:
+    """Return a p or q; no probability is 0, so 0 is one too small for a float."""
+    return "<1e-300" if p == 0 else number_text(p)
+
+
 def share_text(part: int, whole: int) -> str:
     """Return a percentage that is 0 or 100 only if that is exact."""
     if not whole or part in (0, whole):

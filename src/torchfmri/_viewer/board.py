@@ -134,10 +134,18 @@ class Board(ABC):
     live = False
     """Whether columns may still be added."""
 
+    growth = (4.0, 128)
+    """How many times as long, and how long at least, a table gets before its colours are chosen
+    anew."""
+
     @property
     def going(self) -> bool:
         """Whether columns are being added now; a live board rests between two prompts."""
         return self.live
+
+    def is_going(self, sequence: int) -> bool:
+        """Whether columns are being added to this sequence."""
+        return self.going and sequence == len(self.entries()) - 1
 
     @property
     def start(self) -> Mapping[str, Any]:

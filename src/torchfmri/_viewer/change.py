@@ -108,14 +108,13 @@ def change_sentence(
         lengths: How many columns each of the two has.
     """
     both, names = min(lengths), NAMES.get(axis, f"{axis}s")
-    lead = tail = ""
+    where = ""
     if both and not same:
-        lead = f"The {names} differ from {axis} 0 on. Position by position, "
+        where = f" (by position: the {names} differ from {axis} 0 on)"
     elif same < both:
-        lead = f"Up to {axis} {same - 1}, as long as the {names} are the same, "
-        tail = f" From {axis} {same} on, different {axis}s are compared, position by position."
+        where = f" (up to {axis} {same - 1}, as long as the {names} are the same)"
     elif lengths[0] != lengths[1]:
-        lead = f"Over the {plural(both, axis)} that both have, "
+        where = f" (over the {plural(both, axis)} that both have)"
     many = plural(len(layers), "layer")
     differs, same_is = ("differ", "are") if metric.endswith("s") else ("differs", "is")
     if change.most is not None:
@@ -128,11 +127,11 @@ def change_sentence(
     elif change.rounded:
         said = f"{metric} {same_is} the same in {many} up to rounding"
         said += f" (at most {100 * change.largest:.2g} % apart)"
-    elif lead:
+    elif where:
         said = f"{metric} {same_is} the same in {many}"
     else:
-        return f"No difference: {metric} {same_is} the same in {many}."
-    return f"{lead or said[:1].upper()}{said if lead else said[1:]}.{tail}"
+        said = f"No difference: {metric} {same_is} the same in {many}"
+    return f"{said[:1].upper()}{said[1:]}{where}."
 
 
 def _precision(dtype: np.dtype[np.floating]) -> float:

@@ -159,6 +159,9 @@ class Client:
         for frame in frames:
             await self._send(lambda frame=frame: self._socket.send_bytes(frame))  # type: ignore[misc]
         told = {"type": "columns", "sequence": sequence, "first": first, "length": last}
+        told["tops"] = self._site.desk.plane(sequence, TRACKS, TRACKS)[0].tops.tolist()
+        if board.kind == "run":
+            told["headline"] = board.headline(sequence)
         await self.say({**told, **columns})
 
     def _frames(self, watched: dict[str, Any], first: int, last: int) -> list[bytes]:

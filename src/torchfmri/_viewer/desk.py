@@ -34,9 +34,8 @@ SHARED = 20
 """Characters from which a beginning that all texts share is left out."""
 PLANES = 24
 """Planes that stay in memory."""
-GROWTH, HEADROOM = 4.0, 4.0
-"""A growing plane is coded anew when it is so much longer, for values up to so many times its
-largest."""
+HEADROOM = 4.0
+"""A growing plane is coded for values up to so many times its largest."""
 
 Answer = bytes | dict[str, Any]
 
@@ -124,6 +123,7 @@ class Desk:
             "columns": board.length(index),
             "overlay": None if overlay is None else vars(overlay),
             "live": board.live,
+            "going": board.is_going(index),
             "voxels": list(board.voxels(index)),
             "opens": board.opens(index),
             "metrics": [vars(each) for each in board.metrics(index)],
@@ -192,8 +192,9 @@ class Desk:
             if known is None or length != known.columns:
                 table = self.table(sequence, metric, name)
                 missing = self.board.missing(sequence, metric, name)
-                grown = known is not None and len(table) <= GROWTH * max(known.columns, 32)
-                if known is not None and grown and known.fits(table[known.columns :]):
+                many, least = self.board.growth
+                most = 0 if known is None else max(many * known.coded_columns, least)
+                if known is not None and len(table) <= most and known.fits(table[known.columns :]):
                     known = known.longer(table, missing)
                 else:
                     known = Plane(

@@ -166,6 +166,7 @@ class RunView:
     def end(self) -> None:
         """The run is over: nothing more is added to the page."""
         self._board.end()
+        self.view.changed()
 
     def find(self, findings: Sequence[Finding]) -> None:
         """Take what is wrong so far."""
@@ -197,6 +198,7 @@ class RunBoard(Board):
     """
 
     kind, axis, live = "run", "step", True
+    growth = (1.25, 4)
 
     def __init__(self, path: Path | None = None, run: ViewedRun | None = None) -> None:
         self._path = path and path.absolute()
@@ -204,7 +206,7 @@ class RunBoard(Board):
         self._read: set[Path] = set()
         self._damaged: list[tuple[str, FileFormatError]] = []
         self._lock = threading.Lock()
-        self._going = path is None and run is not None
+        self._going = set(self._runs)
         if path is not None:
             self.refresh()
             if self._damaged and not any(each.numbers for each in self._runs.values()):
@@ -218,11 +220,15 @@ class RunBoard(Board):
     @property
     def going(self) -> bool:
         """Whether it is a run of this process, or one that wrote a moment ago and is not over."""
-        return self._going
+        return bool(self._going)
+
+    def is_going(self, sequence: int) -> bool:
+        """Whether it goes on, whatever the others do."""
+        return list(self._runs)[sequence] in self._going
 
     def end(self) -> None:
         """No step is added any more."""
-        self._going = False
+        self._going = set()
 
     @property
     def layers(self) -> Sequence[str]:
@@ -247,7 +253,7 @@ class RunBoard(Board):
         return {
             "title": title,
             "model": " and ".join(models),
-            "notes": [f"not read: {each}" for each in problems],
+            "notes": [],
             "problems": problems,
             "python": python,
         }
@@ -329,12 +335,13 @@ class RunBoard(Board):
         if self._path is None:
             return False
         with self._lock:
-            before, newest = (self._shape(), self._going), 0.0
+            before, going = (self._shape(), self._going), set()
             for name, path in runs_in(self._path).items():
                 run = self._runs.setdefault(name, ViewedRun())
                 files = step_files(path)
-                if not has_ended(path):
-                    newest = max([newest, *(file.stat().st_mtime for file in files[-1:])])
+                times = [file.stat().st_mtime for file in files[-1:]]
+                if not has_ended(path) and any(time.time() - each < FRESH for each in times):
+                    going.add(name)
                 for file in files:
                     if file not in self._read:
                         self._read.add(file)
@@ -342,7 +349,7 @@ class RunBoard(Board):
                             run.extend(History.load(file))
                         except FileFormatError as error:  # the others can be shown
                             self._damaged.append((name, error))
-            self._going = time.time() - newest < FRESH
+            self._going = going
             return (self._shape(), self._going) != before
 
     def _shape(self) -> tuple[Any, ...]:

@@ -28,6 +28,12 @@ from torchfmri._viewer.site import LOOPBACK, Asked, Site
 from torchfmri._viewer.state import check_state
 from torchfmri.exceptions import InspectionError
 
+_PATIENCE = 10.0
+"""Seconds that closing waits for the server's thread."""
+_HEADER = 10.0
+"""Seconds that a connection has for the header of its first request: connections are limited, so
+those that never ask must not keep others out."""
+
 
 @dataclass(frozen=True)
 class Crosshair:
@@ -164,8 +170,7 @@ class View:
         """Stop serving."""
         self._on_close()
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(5)
-        self._socket.close()
+        self._thread.join(_PATIENCE)  # a busy thread ends later, and closes its socket itself
 
     def __enter__(self) -> View:
         return self
@@ -188,7 +193,8 @@ class View:
             started.set()
             await task
 
-        with contextlib.suppress(asyncio.CancelledError):
+        # Nobody else may close the socket: asyncio looks at it while it shuts the server down.
+        with self._socket, contextlib.suppress(asyncio.CancelledError):
             asyncio.run(serve())
         started.set()
 
@@ -286,11 +292,22 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _uvicorn_server(app: Any) -> Any:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(_HEADER, self._end_if_silent)
+
+        def _end_if_silent(self) -> None:
+            asked: Any = self.scope  # None until the header is complete
+            if not asked:
+                self.transport.close()
 
     config = uvicorn.Config(
-        app, interface="asgi3", proxy_headers=False, log_level="critical", access_log=False,
-        lifespan="off", ws="websockets-sansio", server_header=False,
-        ws_max_size=MOST_MESSAGE, ws_per_message_deflate=False,
+        app, interface="asgi3", http=Protocol, proxy_headers=False,
+        log_level="critical", access_log=False, lifespan="off", ws="websockets-sansio",
+        server_header=False, ws_max_size=MOST_MESSAGE, ws_per_message_deflate=False,
         timeout_graceful_shutdown=1, limit_concurrency=256,
     )  # fmt: skip
     server = uvicorn.Server(config)

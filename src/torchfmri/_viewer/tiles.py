@@ -78,6 +78,7 @@ class Plane:
     ) -> None:  # fmt: skip
         self.values, self.metric, self.signed, self.bars = values, metric, signed, bars
         self.columns, self.rows = values.shape
+        self.coded_columns = self.columns  # those that the scales were chosen by
         # A board that grows may have been longer by the time it was asked for this.
         self._missing = None if missing is None else missing[: max(1, self.columns)]
         self.logarithmic = not signed and metric not in LINEAR
@@ -111,7 +112,7 @@ class Plane:
         plane.missing = self.missing + np.isnan(fresh).sum(0)
         whole = self.columns >> _POOLED
         plane._pooled = np.concatenate([self._pooled[:whole], plane._pool_from(whole)])
-        if self.bars:  # the page does the same with what it is sent
+        if self.bars:
             largest = np.abs(fresh).max(0, initial=0, where=np.isfinite(fresh))
             plane.tops = np.maximum(self.tops, largest)
         return plane
@@ -248,9 +249,11 @@ class Plane:
         Raises:
             IndexError: There is no such tile.
         """
-        first, step = x * WIDTH << level, 1 << level
-        if not 0 <= level < self.levels or x < 0 or (first >= self.columns and x > 0):
+        # The level is looked at first: shifting by a huge one would take all memory and time.
+        first = x * WIDTH << level if 0 <= level < self.levels and x >= 0 else -1
+        if first < 0 or (first >= self.columns and x > 0):
             raise IndexError(f"tile {x} of level {level}")
+        step = 1 << level
         key = (level, x, mean)
         if key not in self._tiles:
             if level >= _POOLED and not mean:

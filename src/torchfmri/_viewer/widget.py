@@ -16,7 +16,7 @@ from typing import Any
 from torchfmri._viewer.board import Board
 from torchfmri._viewer.desk import Desk, DeskQuestion, to_json
 from torchfmri._viewer.page import bundle
-from torchfmri._viewer.still import still
+from torchfmri._viewer.still import labelled, shown_rows, still, top_words
 from torchfmri._viewer.tiles import RANGED
 from torchfmri.exceptions import InspectionError
 
@@ -108,14 +108,19 @@ def _outputs(widget: Any, board: Board) -> list[dict[str, Any]]:
 def _figure(board: Board, picture: str, name: str) -> str:
     """The picture with what it shows below it."""
     metric = next(each for each in board.metrics(0) if each.shown)
-    lengths = f"{board.length(0):,} {board.axis}s across, {len(board.layers):,} layers down"
+    shown, every = len(shown_rows(board.layers)), len(board.layers)
+    rows = f"{every:,}" if shown == every else f"{shown:,} of {every:,}"
+    lengths = f"{board.length(0):,} {board.axis}s across, {rows} layers down"
     said = f"{board.about()['model']}, {metric.title.lower()} ({metric.unit}): {lengths}; each row "
     low = "its lowest value" if metric.name in RANGED else "0"
     said += (
-        f"from {low} (dark) to its largest (bright)" if not metric.signed else "by its own scale"
+        f"from {low} (dark) to {top_words(board)} (bright)"
+        if not metric.signed
+        else "by its own scale"
     )
+    drawing = base64.b64encode(labelled(board, base64.b64decode(picture))).decode("ascii")
     return (
         f'<figure class="{name}" style="margin:0"><img alt="{escape(said)}" '
-        f'style="max-width:100%" src="data:image/png;base64,{picture}">'
+        f'style="max-width:100%" src="data:image/svg+xml;base64,{drawing}">'
         f'<figcaption style="font-size:smaller;opacity:.8">{escape(said)}</figcaption></figure>'
     )

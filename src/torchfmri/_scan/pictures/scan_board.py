@@ -82,9 +82,9 @@ class ScanBoard(Board):
         listed: Lists what is known of its sequences without reading them.
         path: Where it is stored, for "copy Python".
         layers: The columns of the layers that are shown; all by default.
-        panels: Further panels.
 
     Attributes:
+        further: Panels of other results, such as lesions.
         tokenizer: Spells tokens that a lens names and the text does not have; may be None.
     """
 
@@ -94,10 +94,10 @@ class ScanBoard(Board):
         listed: Callable[[], Sequence[Entry]],
         path: Path | None = None,
         layers: Sequence[int] | None = None,
-        panels: Sequence[Panel] = (),
     ) -> None:
         self.scan, self.path = scan, path
-        self._listed, self._entries, self._panels = listed, list(listed()), tuple(panels)
+        self._listed, self._entries = listed, list(listed())
+        self.further: tuple[Panel, ...] = ()
         self._lock, self._looked = threading.Lock(), time.monotonic()
         count = len(scan.anatomy.layers)
         self._chosen = list(range(count)) if layers is None else list(layers)
@@ -132,7 +132,7 @@ class ScanBoard(Board):
         place = f"torchfmri.load({str(self.path)!r})" if self.path else "scan"
         missed = meta.get("missed") or {}
         problems = [printable(each) for each in self.scan.problems]
-        notes = [f"not read: {each}" for each in problems]
+        notes = []
         if missed:
             number = plural(len(missed), "layer")
             notes.append(f"{number} not captured; scan.table() names them")
@@ -182,9 +182,13 @@ class ScanBoard(Board):
         return metrics_of(self.reading(sequence).sequence, "voxel")
 
     def opens(self, sequence: int) -> int:
-        """Return the first token that the model wrote."""
+        """Return the first token that the model wrote; the one before if it was never run on it."""
         written = self._written(sequence)
-        return int(written.argmax()) if written.any() else 0
+        first = int(written.argmax()) if written.any() else 0
+        for metric in self.metrics(sequence)[:1]:
+            if first and np.isnan(self.values(sequence, metric.name, LAYERS)[first]).all():
+                return first - 1
+        return first
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """Surprisal, entropy, and the norm of the token's gradient where it was measured."""
@@ -341,7 +345,7 @@ class ScanBoard(Board):
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """Return the panels that were handed over."""
-        return self._panels
+        return self.further
 
     def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
         """Return what heads attended to there, and what a lens reads."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchfmri._scan.record.sequence import Tokens
-from torchfmri._text import plural, printable
+from torchfmri._text import plural
 
 LONGEST = 400
 """Characters of a token that are sent; the rest is counted."""
@@ -44,7 +44,8 @@ def tokens_sentence(tokens: Tokens) -> str:
     if int(judged.sum()) < 2:
         return f"{told}."
     least = int(np.where(judged, tokens.surprisal, -np.inf).argmax())
-    text = " ".join(printable(token_columns(tokens, least, least + 1)["pieces"][0]).split())
+    # The page shows what is hidden in it by the same codes as everywhere else.
+    text = token_columns(tokens, least, least + 1)["pieces"][0].strip(" ")
     if not text:
         return f"{told}."
     short = text if len(text) <= _SPELT else text[:_SPELT] + "…"

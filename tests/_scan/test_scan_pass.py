@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles import DEVICE
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -53,7 +54,7 @@ NAMES = ("embed", "written", "pair", "plain", "same", "norm", "head")
 
 def oracle(dtype: torch.dtype) -> dict[str, np.ndarray[Any, Any]]:
     """The norm of dL/d output at each token, by a zero that is added to the output."""
-    model, ids = Forms().to(dtype), torch.tensor([IDS])
+    model, ids = Forms().to(DEVICE, dtype), torch.tensor([IDS], device=DEVICE)
     zeros: dict[str, Tensor] = {}
     for name in NAMES:
 
@@ -66,11 +67,11 @@ def oracle(dtype: torch.dtype) -> dict[str, np.ndarray[Any, Any]]:
         model.get_submodule(name).register_forward_hook(add)
     logits = model(ids)
     F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").backward()
-    return {name: each.grad[0].norm(dim=-1).numpy() for name, each in zeros.items()}  # type: ignore[index]
+    return {name: each.grad[0].norm(dim=-1).cpu().numpy() for name, each in zeros.items()}  # type: ignore[index]
 
 
 def scanned(dtype: torch.dtype) -> torchfmri.Scan:
-    return torchfmri.scan(Forms().to(dtype), None, IDS, 0, layers=list(NAMES))
+    return torchfmri.scan(Forms().to(DEVICE, dtype), None, IDS, 0, layers=list(NAMES))
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])

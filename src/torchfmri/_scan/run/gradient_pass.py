@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture import CallKey, Sink, Taps, Target
+from torchfmri._capture import CallKey, Short, Sink, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
 from torchfmri._scan.run.head_outputs import listening_to_inputs
 from torchfmri._scan.run.learning_costs import read_costs
@@ -172,18 +172,21 @@ class PassSink(Sink):
     @contextlib.contextmanager
     def attached(self) -> Iterator[Taps]:
         """Within the block, reduce layer outputs, and the inputs that are scanned as layers."""
-        is_read = {"activations"} if self.found.gradient is None else {"activations", "gradients"}
-        targets = [
-            Target(each.name, each.module, frozenset(is_read))
-            for each in self._layers.values()
-            if each.is_output
-        ]
+        layers = [each for each in self._layers.values() if each.is_output]
+        targets = [self._target(each) for each in layers if not _takes_short_way(each)]
+        short = Short(
+            modules=[each.module for each in layers if _takes_short_way(each)],
+            owners={id(each.module): each for each in layers},
+            take=self._take,
+            arrived=self._arrived,
+            target=self._target,
+        )
         inputs = {each.name: each.module for each in self._layers.values() if each.of_input}
 
         def take(name: str, tensor: Tensor) -> None:
             self._put(self._layers[name], tensor)
 
-        with Taps(targets, self) as taps, listening_to_inputs(inputs, take):
+        with Taps(targets, self, short=short) as taps, listening_to_inputs(inputs, take):
             yield taps
 
     def window(self, first: int, count: int) -> None:
@@ -209,6 +212,27 @@ class PassSink(Sink):
                 f"{layer.axis.expected(self._b, self._s)} was expected"
             )
         return rows
+
+    def _target(self, layer: ScannedLayer) -> Target:
+        """What is read of a layer whose calls take the long way."""
+        is_read = {"activations"} if self.found.gradient is None else {"activations", "gradients"}
+        return Target(layer.name, layer.module, frozenset(is_read))
+
+    def _take(
+        self, layer: ScannedLayer, arguments: object, keywords: object, output: Tensor
+    ) -> ScannedLayer | None:
+        """Take in a call that returned one tensor; None sends it the long way."""
+        if not output.is_floating_point() or self.found.gradient is None:
+            return None
+        self._put(layer, output)
+        return layer
+
+    def _arrived(self, layer: ScannedLayer, gradient: Tensor | None) -> None:
+        """Take in the gradient of such a call."""
+        try:
+            self._put_gradient(layer, gradient)
+        except Exception as error:  # one that passed would end the backward pass
+            self.failed(layer.name, error, backward=True)
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
         element = next((each for each in elements if each.tensor.is_floating_point()), None)
@@ -238,8 +262,12 @@ class PassSink(Sink):
     def gradient(
         self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
     ) -> None:
-        layer = self._layers[call.layer]
-        if gradient is None or path != self._paths.get(call):
+        if path == self._paths.get(call):
+            self._put_gradient(self._layers[call.layer], gradient)
+
+    def _put_gradient(self, layer: ScannedLayer, gradient: Tensor | None) -> None:
+        """Reduce the gradient of what a layer returned; None is zero, and autograd knows that."""
+        if gradient is None:
             return
         assert self.found.gradient is not None
         assert layer.axis is not None
@@ -267,6 +295,11 @@ class PassSink(Sink):
         if not backward:
             raise error
         self.found.missed[layer] = f"its gradient could not be read: {error}"
+
+
+def _takes_short_way(layer: ScannedLayer) -> bool:
+    """Whether hooks can be on its module."""
+    return not isinstance(layer.module, torch.jit.ScriptModule)
 
 
 def _slices(kept: Tensor) -> Kept:

@@ -45,9 +45,10 @@ class StepOutputs:
         self.is_step, self._count = False, 1
         self.slots: list[Any] = []
         self.versions: list[int] = []
-        # Most outputs are (b, 1, w) as they come; the others need to be viewed so.
+        # Most outputs of a token are (b, 1, w) as they come. Of the others the units of a token lie
+        # side by side too, but where all rows of the batch share one output.
         self._viewed = [
-            (place, each.axis)
+            (place, each.axis, torch.Size(each.axis.expected(b, 1)), (b, 1, each.axis.width))
             for place, each in enumerate(layout.layers)
             if each.axis is not None and each.axis.expected(b, 1) != (b, 1, each.axis.width)
         ]
@@ -76,13 +77,15 @@ class StepOutputs:
         None where one is missing, written into, or of another size.
         """
         rows = list(self.slots)
-        # Not `None in rows`: a tensor compares itself with None, element by element.
-        if not all(each is not None for each in rows):
+        try:
+            if [each._version for each in rows] != self.versions:
+                return None
+        except AttributeError:  # None
             return None
-        if [each._version for each in rows] != self.versions:
-            return None
-        for place, axis in self._viewed:
-            rows[place] = axis.rows(rows[place], self._b, 1)
+        for place, axis, shape, viewed in self._viewed:
+            row = rows[place]
+            is_usual = row.shape == shape and not axis.axis.shared
+            rows[place] = row.reshape(viewed) if is_usual else axis.rows(row, self._b, 1)
         try:
             flat = torch.cat(rows, -1).detach()
         except (RuntimeError, TypeError):  # one has another shape: they are looked at one by one
@@ -144,18 +147,18 @@ class LayerHook(Hook):
         self._module, self._outputs, self._place = layer.module, outputs, place
         self._copies = layer.is_written
 
-    def __call__(self, *arguments: Any) -> None:
-        if _is_compiling():
+    def __call__(self, module: Any, arguments: Any, keywords: Any, output: Any) -> None:
+        if _is_compiling():  # first of all: what comes before it is traced, and guarded
             return
-        module, output = arguments[0], arguments[-1]
-        outputs, place = self._outputs, self._place
+        outputs = self._outputs
         if not outputs.is_step or module is not self._module:
-            super().__call__(*arguments)
+            super().__call__(module, arguments, keywords, output)
             return
         if type(output) is not Tensor:
             output = first_tensor(output)
             if output is None:
                 return
+        place = self._place
         try:
             outputs.versions[place] = output._version
         except RuntimeError:  # inference tensors have no version counter

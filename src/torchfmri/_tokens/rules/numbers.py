@@ -20,10 +20,14 @@ unique: Any = torch.unique
 
 def compact(numbers: Tensor) -> Tensor:
     """The numbers with one entry along each axis of stride 0."""
-    for axis, (size, stride) in enumerate(zip(numbers.shape, numbers.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            numbers = numbers.narrow(axis, 0, 1)
-    return numbers
+    strides = numbers.stride()
+    if 0 not in strides:
+        return numbers
+    sizes = [
+        size if stride else min(size, 1)
+        for size, stride in zip(numbers.shape, strides, strict=True)
+    ]
+    return numbers.as_strided(sizes, strides)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

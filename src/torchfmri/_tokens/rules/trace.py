@@ -320,6 +320,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         Where all positions are there, the recurrence is over, and each row is data for another one.
         """
         history = {row: step for each in several for row, step in each.history.items()}
+        if not (history or found.history or any(each.chain or each.seen for each in several)):
+            return found  # as nearly always; whether it is a step takes long to find out
         if self.steps.is_step(found):
             step = history.get(int(rows_of(found.first)[0])) if history else None
             found = replace(found, history={}) if found.history else found  # it may be a use

@@ -5,31 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks._timing import Run
 
 # Runs in the other checkout: a line in is the name of a step, a line out says that it was done.
+# Each line out also says how much processor time the process has taken so far.
 _WORKER = """
-import argparse, sys, torch
+import argparse, sys, time, torch
 from benchmarks import token_gradients as subject
 parser = argparse.ArgumentParser()
 subject.add_arguments(parser)
 arguments = parser.parse_args(sys.argv[1:])
 torch.set_num_threads(arguments.threads)
 steps = subject.build_ours(subject.build_task(arguments))
-print("ready", *steps, flush=True)
+print("ready", time.process_time(), *steps, flush=True)
 for line in sys.stdin:
     steps[line.strip()]()
-    print("done", flush=True)
+    print("done", time.process_time(), flush=True)
 """
 
 
 @contextmanager
-def steps_of(checkout: Path, names: Iterable[str], options: list[str]) -> Iterator[dict[str, Run]]:
-    """The steps of another checkout of this repository that it has too, as `before_<name>`.
+def steps_of(
+    checkout: Path, names: Iterable[str], options: list[str]
+) -> Iterator[tuple[dict[str, Run], Callable[[], float]]]:
+    """Yield the steps that another checkout has too, as `before_<name>`, and its process's clock.
+
+    The clock gives the processor time in seconds up to the end of the last step: this process's own
+    clock does not see what another one computes.
 
     Args:
         checkout: Its folder.
@@ -52,7 +58,7 @@ def steps_of(checkout: Path, names: Iterable[str], options: list[str]) -> Iterat
         def run() -> None:
             worker.stdin.write(f"{name}\n")  # type: ignore[union-attr]
             worker.stdin.flush()  # type: ignore[union-attr]
-            expect("done")
+            (spent[0],) = expect("done")
 
         return run
 
@@ -63,9 +69,11 @@ def steps_of(checkout: Path, names: Iterable[str], options: list[str]) -> Iterat
             raise RuntimeError(f"{checkout} ended with {line!r}: its errors are above.")
         return others
 
+    spent = ["0"]
     with worker:
         try:
-            known = expect("ready")
-            yield {f"before_{name}": step(name) for name in names if name in known}
+            spent[0], *known = expect("ready")
+            steps = {f"before_{name}": step(name) for name in names if name in known}
+            yield steps, lambda: float(spent[0])
         finally:
             worker.stdin.close()

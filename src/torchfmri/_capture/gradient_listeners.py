@@ -1,4 +1,4 @@
-"""CAPTURE: listeners for one gradient: of an output, an input through one call, a parameter.
+"""Listeners for one gradient: of an output, an input through one call, a parameter.
 
 `taps` creates them while the graph is built. A listener holds no part of that graph (or activations
 would live on), and calls `emit` with the gradient and the number of the backward pass that brought

@@ -1,4 +1,4 @@
-"""CAPTURE: hooks on modules that hand what they see to a sink, and that are always removed.
+"""Hooks on modules that hand what they see to a sink, and that are always removed.
 
 Inspections, Monitors, token gradients, scans and routing capture with it. Three kinds of hook, all
 chosen because they leave the numerics of the model bit-identical: forward hooks on modules (inputs,

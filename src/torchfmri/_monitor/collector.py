@@ -1,4 +1,4 @@
-"""REDUCE: turns the tensors of a training step into statistics, now or many at a time.
+"""Turns the tensors of a training step into statistics, now or many at a time.
 
 On the CPU a tensor is reduced at once, while it is in the cache, to a row of a table: for small
 layers the Python around that is the cost, so no object is made for it. On a CUDA device the

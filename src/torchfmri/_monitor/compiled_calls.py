@@ -1,4 +1,4 @@
-"""CAPTURE: the layers of a compiled model, read inside its graph, so that it stays compiled.
+"""The layers of a compiled model, read inside its graph, so that it stays compiled.
 
 Compiled code calls no hooks that were added after it. While a step is watched, the model is
 compiled once more, with the settings that it was compiled with: hooks that are traced into the

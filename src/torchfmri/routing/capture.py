@@ -1,4 +1,4 @@
-"""CAPTURE: the sink that keeps x, g and y of every SparseProtoLinear call, by layer and call.
+"""The sink that keeps x, g and y of every SparseProtoLinear call, by layer and call.
 
 `LearningDynamics` and `map_prototypes` attach one, run a backward pass and `take` its calls. Inputs
 are known in the forward pass and gradients in the backward pass, in whatever order; they are joined

@@ -1,4 +1,4 @@
-"""WIRE: one backward pass for two streams, computation by the main loss and routing by Goodness.
+"""One backward pass for two streams, computation by the main loss and routing by Goodness.
 
 Users put a `LearningDynamics` around their training loop, as the experiment does. It runs the
 user's backward pass, reads the signals of every call (`capture`), and adds the gradients of a meta

@@ -1,4 +1,4 @@
-"""WIRE: one batch of prompts: generated under watch, run once with gradients, cut into rows.
+"""One batch of prompts: generated under watch, run once with gradients, cut into rows.
 
 `Scanner` makes a `BatchRun` for each batch and runs it with the model in eval mode, after saving
 the model's state. Compiled code runs eagerly in here, except where `recorded_inside` takes it over:

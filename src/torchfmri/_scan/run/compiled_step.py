@@ -1,4 +1,4 @@
-"""CAPTURE: what layers put out in code that runs compiled, recorded inside its graph.
+"""What layers put out in code that runs compiled, recorded inside its graph.
 
 Compiled code calls no hooks that were added after it, so what is recorded is compiled once more,
 with hooks that are traced into the graph. Each hands over its output. The code is a function of our

@@ -1,4 +1,4 @@
-"""CAPTURE: what the layers of a language model do while it generates, token by token.
+"""What the layers of a language model do while it generates, token by token.
 
 In the first pass (the prompt) each output is read by itself, or with all others where they are on a
 GPU and not too large. The steps after it are made of hundreds of tiny calls: hooks keep references,

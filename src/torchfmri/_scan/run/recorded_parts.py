@@ -1,4 +1,4 @@
-"""CAPTURE: a model of which only parts are compiled, block by block, recorded while it generates.
+"""A model of which only parts are compiled, block by block, recorded while it generates.
 
 People compile the blocks of a large model one by one, because that takes less time than compiling
 the whole (regional compilation). While a scan runs, a call of ours stands where each compiled

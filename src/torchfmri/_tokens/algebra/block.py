@@ -1,4 +1,4 @@
-"""REDUCE: the gradients of one parameter for a block of tokens, each over all positions.
+"""The gradients of one parameter for a block of tokens, each over all positions.
 
 The gradient of one token's own loss reaches a weight through every position that the token could
 see, so it is a sum over rows (positions) and not of rank one:

@@ -1,4 +1,4 @@
-"""REDUCE: the algebra of per-token parameter gradients, which are never formed.
+"""The algebra of per-token parameter gradients, which are never formed.
 
 What one use of a parameter adds to the gradient of token t is a short sum of outer products,
 

@@ -1,4 +1,4 @@
-"""REDUCE: the Gram matrix of many parameters at once.
+"""The Gram matrix of many parameters at once.
 
 <G_s, G_t> of an outer product is the product of two matrices, of g and of x. Parameters that read
 the same x (q, k and v) share its matrix, and those of their g are added up before they are

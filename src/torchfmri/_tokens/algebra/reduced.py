@@ -1,4 +1,4 @@
-"""RESULT: numbers per token that norms and probes follow from, once somebody asks.
+"""Numbers per token that norms and probes follow from, once somebody asks.
 
 A call is reduced to a few lines of numbers while the backward pass runs. What is left to be done
 with them is the same for all calls of a kind and works entry by entry, so that the numbers of many

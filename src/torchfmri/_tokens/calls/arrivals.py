@@ -1,4 +1,4 @@
-"""CAPTURE: the gradients of the outputs of calls, kept or reduced as they arrive.
+"""The gradients of the outputs of calls, kept or reduced as they arrive.
 
 Between two products of matrices nothing of ours is in the processor's caches: gradients are put
 aside and taken in several at once, because the second one costs a fraction of the first. On CUDA

@@ -1,4 +1,4 @@
-"""CAPTURE: outputs without a batch axis that are added to data with one (position embeddings).
+"""Outputs without a batch axis that are added to data with one (position embeddings).
 
 Their own gradient arrives summed over the batch. The addition that reads them is found when the
 next module is called, and its gradient, before that sum, is kept for them.

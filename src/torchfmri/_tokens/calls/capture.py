@@ -1,4 +1,4 @@
-"""CAPTURE: the sink of the taps: the calls of every layer with parameters, and what they read.
+"""The sink of the taps: the calls of every layer with parameters, and what they read.
 
 A layer with a rule leaves a `TokenRecord` per call, to which a gradient comes back (`arrivals.py`).
 A layer without one, or one that uses the weights of modules below it without calling them, is an

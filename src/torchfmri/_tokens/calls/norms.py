@@ -1,4 +1,4 @@
-"""REDUCE: a call of a layer straight to numbers per token, without forming its terms.
+"""A call of a layer straight to numbers per token, without forming its terms.
 
 For the layers that models are made of; all others are reduced by their terms. What is left to be
 done with the numbers waits until they are read, so that the backward pass waits for as little as

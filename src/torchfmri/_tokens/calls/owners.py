@@ -1,4 +1,4 @@
-"""CAPTURE: calls of layers without a rule, which are run again when the backward pass is over.
+"""Calls of layers without a rule, which are run again when the backward pass is over.
 
 So are layers that use the weights of modules below them without calling those. Their arguments and
 the gradients of their outputs are kept, and each is run again by itself (`rerun.py`).

@@ -1,4 +1,4 @@
-"""CAPTURE: which pass of the model is running, and on which tokens.
+"""Which pass of the model is running, and on which tokens.
 
 The tokens of another pass are other tokens. A pass begins when the outermost module is called
 again; where the model is used by its parts, a part that is called again, or after a backward pass,

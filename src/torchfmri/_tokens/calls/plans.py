@@ -1,4 +1,4 @@
-"""WIRE: the plans of models, kept between blocks: a training loop makes the same one every step.
+"""The plans of models, kept between blocks: a training loop makes the same one every step.
 
 A plan that is kept refers to its model weakly, and holds for as long as the model looks as it did:
 the same modules with the same code under the same names, the same parameters, as trainable as

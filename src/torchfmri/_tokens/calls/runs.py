@@ -1,4 +1,4 @@
-"""RESULT: the parts of one parameter, from all passes of the model, as token gradients.
+"""The parts of one parameter, from all passes of the model, as token gradients.
 
 The tokens of further passes (gradient accumulation, a model called twice) are further samples: they
 follow along b; where passes have different lengths the shorter ones are filled up with positions

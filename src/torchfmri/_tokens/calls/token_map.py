@@ -1,4 +1,4 @@
-"""CAPTURE: which tokens the rows of every call belong to, found by following one pass of the model.
+"""Which tokens the rows of every call belong to, found by following one pass of the model.
 
 The first pass for arguments of some shapes is followed operation by operation (`rules/trace.py`).
 What it finds is kept with the plan: later passes of the same shapes look it up. Where rows are

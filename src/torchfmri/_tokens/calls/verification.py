@@ -1,4 +1,4 @@
-"""PROOF: a pass run again with one token changed: which rows of which calls change with it?
+"""A pass run again with one token changed: which rows of which calls change with it?
 
 This uses nothing of what following the pass found but the result that is to be judged.
 """

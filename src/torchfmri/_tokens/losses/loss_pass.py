@@ -1,4 +1,4 @@
-"""WIRE: one pass over the tokens' losses: which route each parameter takes, chunks, reductions.
+"""One pass over the tokens' losses: which route each parameter takes, chunks, reductions.
 
 Before the chunks, the weighted sum of all losses is differentiated once with respect to both the
 outputs of the layers and the parameters. Where the former explain the latter, a parameter's

@@ -1,4 +1,4 @@
-"""CAPTURE: the calls of modules that multiply by a matrix, and where in the graph their output is.
+"""The calls of modules that multiply by a matrix, and where in the graph their output is.
 
 Linear, Transformers' Conv1D and Embedding: the gradient of their weight is made of the call's input
 and of dL/d output. The output is kept as a place in the autograd graph, not as a tensor, so that

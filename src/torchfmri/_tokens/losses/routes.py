@@ -1,4 +1,4 @@
-"""REDUCE: whether the calls of its module explain the whole gradient of a parameter.
+"""Whether the calls of its module explain the whole gradient of a parameter.
 
 A parameter may be used outside of its module's calls, or the module may do something else than its
 class says. Comparing one gradient finds all such cases, whatever their reason.

@@ -1,4 +1,4 @@
-"""REDUCE: (x, dL/dy) of one call of a layer -> the terms of its parameters; {layer type: rule}.
+"""(x, dL/dy) of one call of a layer -> the terms of its parameters; {layer type: rule}.
 
 Pure algebra: a rule gets the module (for its settings), its input x, the gradient g of its output
 and the `TokenGrid` of tokens, and returns one `Term` per parameter. Letters: b batch, s position,

@@ -1,4 +1,4 @@
-"""REDUCE: the generic exact way: one backward pass through a layer per token position.
+"""The generic exact way: one backward pass through a layer per token position.
 
 It is exact where the layer works position by position, that is, where what position t returns
 depends on what position t was given and on nothing else. That is checked for every position.

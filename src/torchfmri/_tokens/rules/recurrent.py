@@ -1,4 +1,4 @@
-"""REDUCE: RNN, GRU and LSTM, step by step, because their kernels show nothing of what is inside.
+"""RNN, GRU and LSTM, step by step, because their kernels show nothing of what is inside.
 
 Tokens are time steps, and each has a copy of the weights of its own. The layer is computed again
 with one product per step; the gradients of those products and what they multiplied are the factors.

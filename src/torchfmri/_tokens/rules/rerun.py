@@ -1,4 +1,4 @@
-"""WIRE: a layer that has no rule, run again by itself, so that its own graph can be read.
+"""A layer that has no rule, run again by itself, so that its own graph can be read.
 
 The user's graph is never opened: under checkpointing that would make the user's backward fail.
 What the layer was called with, its random numbers and its autocast state are restored; its

@@ -1,4 +1,4 @@
-"""CAPTURE: follows tokens from the arguments of a model through its operations.
+"""Follows tokens from the arguments of a model through its operations.
 
 Every tensor that depends on the arguments has `Origins`; `operations.py` says what an operation
 does with them. Nothing here keeps a tensor alive.

@@ -1,4 +1,4 @@
-"""CAPTURE: follows parameters through the operations of a layer that is run again.
+"""Follows parameters through the operations of a layer that is run again.
 
 Every tensor of the run is one of three: computed from the layer's inputs (data, whose tokens a
 `TokenTrace` follows), computed from parameters alone (derived), or a constant. Where a derived

@@ -14,8 +14,8 @@ attributes, so that nobody has to parse its text; names and attributes are publi
 through pickle (`_given`), because it may come from another process. A new one joins the tree, is
 also a builtin error if one fits, and says the fact, what exists instead, and the next step.
 
-Errors raised by the model itself pass through unchanged; only `compare`, which runs two models,
-names the side and keeps the error as the cause.
+Errors raised by the model itself pass through unchanged. `compare`, which runs two models, adds a
+note that names the side.
 """
 
 from __future__ import annotations

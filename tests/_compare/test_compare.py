@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracles import assert_same_state, state_of
@@ -217,6 +219,63 @@ def test_nan_on_one_side() -> None:
     assert not both.agree, "nothing is known about those values"
 
 
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_an_infinity_that_the_next_layer_hides_is_named(side: str) -> None:
+    """Tanh turns infinity into 1, and a large number too."""
+    sides = {"a": mlp(), "b": mlp()}
+    with torch.no_grad():
+        for each in sides.values():
+            each[0].bias[1] = 50.0
+        sides[side][0].bias[1] = math.inf
+    found = compare(**sides, data=X).first
+    assert found is not None
+    assert (found.layer, found.relative) == ("0", math.inf)
+    assert "nonfinite" in [kind.name for kind in found.kinds]
+
+
+class Masked(nn.Module):
+    """Masks the last units of its output with -infinity, in a module of its own."""
+
+    def __init__(self, masked: int, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.shown = nn.Linear(5, 6), nn.Identity()
+        self.masked, self.scale = masked, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * torch.tensor([self.scale, 1, 1, 1, 1, 1])
+        return self.shown(y.masked_fill(torch.arange(6) >= 6 - self.masked, -math.inf)).softmax(-1)
+
+
+def test_infinities_on_both_sides_hide_nothing() -> None:
+    x = torch.randn(4, 5)
+    same = compare(Masked(1), Masked(1), data=x, loss="sum")
+    assert same.agree
+    assert not any("not be judged" in note for note in same.notes)
+    scaled = compare(Masked(1), Masked(1, 1.01), data=x).first
+    assert scaled is not None
+    assert scaled.seen_at == "shown"
+    more = compare(Masked(1), Masked(2), data=x).first
+    assert more is not None
+    assert more.seen_at == "shown"
+    (kind,) = (each for each in more.kinds if each.name == "nonfinite")
+    assert kind.text == "4 values of a and 8 of b are NaN or infinite"
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_empty_data_are_refused(shape: tuple[int, ...]) -> None:
+    model = nn.Embedding(5, 3)
+    with pytest.raises(InspectionError, match="nothing to compare"):
+        compare(model, model, data={"input": torch.zeros(shape, dtype=torch.long)})
+
+
+def test_a_backward_pass_that_is_switched_off_is_said() -> None:
+    with torch.no_grad():
+        found = compare(mlp(), mlp(), data=X, loss="sum")
+    assert found.agree
+    assert any("torch.no_grad() is on" in note for note in found.notes)
+
+
 def test_other_depths_are_listed() -> None:
     deep = nn.Sequential(*mlp(), nn.Tanh())
     found = compare(mlp(), deep, data=X)
@@ -292,6 +351,7 @@ def test_other_tokens_are_refused_with_the_first_of_them() -> None:
         ({"data": None}, "data=None"),
         ({"names": {"0": 5}}, "map layers of a"),
         ({"names": {"zero": "0"}}, "a has no such layer"),
+        ({"names": {"0": "2", "2": "2"}}, "maps '0', '2' of a to '2' of b"),
         ({"tolerance": -1}, "a relative difference"),
         ({"max_bytes": 10}, "max_bytes|10"),
     ],
@@ -315,6 +375,26 @@ def test_results_can_be_read_and_drawn() -> None:
     for draw in (found.plot, found.plot_depth):
         with pytest.raises(InspectionError, match="direction='up'"):
             draw("up")
+
+
+def test_what_is_on_one_side_only_is_drawn_and_written_as_json() -> None:
+    bad = mlp()
+    with torch.no_grad():
+        bad[2].bias[0] = math.nan
+    found = compare(mlp(), bad, data=X)
+    (marks,) = (line for line in found.plot_depth().lines if line.get_marker() == "^")
+    names = [pair.place.layer for pair in found.pairs if pair.direction == "forward"]
+    assert [names[int(at)] for at in marks.get_xdata()] == names[names.index("2") :]
+    text = json.dumps(found.to_dict(), allow_nan=False)
+    assert json.loads(text)["first"]["relative"] is None
+    model, data = build("llama"), batch("llama")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0] = math.nan
+    axes = compare(model, other, data=data).plot()
+    first, last = (np.asarray(axes.images[at].get_array()) for at in (0, -1))
+    assert last.min() > first.max(), "not drawn as if it had no value"
+    assert "brightest is NaN" in axes.get_xlabel()
 
 
 def drawn(found: Any) -> list[str]:
@@ -379,6 +459,9 @@ def test_a_scalar_has_no_token_and_both_sizes_of_a_difference_are_named() -> Non
     assert "token" not in first.place()
     assert "relative difference" in first.reason
     assert "largest absolute difference 5.000e-01" in first.reason
+    said = first.reason.split()
+    assert said[1:4] + said[4:6] == ["in", "a", "and", said[4], "in"]
+    assert float(said[4]) - float(said[0]) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_logits_come_before_the_loss_that_is_made_of_them() -> None:
@@ -387,9 +470,16 @@ def test_logits_come_before_the_loss_that_is_made_of_them() -> None:
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_an_error_of_a_model_names_the_side(side: str) -> None:
+def test_an_error_of_a_model_passes_through_with_a_note_that_names_the_side(side: str) -> None:
+    error = ValueError("my own words")
+
+    def refuse(*_: Any) -> None:
+        raise error
+
     sides = {"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}
-    sides[side] = nn.Linear(5, 2)
-    with pytest.raises(InspectionError, match=f"model of {side} .a Linear.*mat1 and mat2") as found:
+    sides[side].register_forward_hook(refuse)
+    with pytest.raises(ValueError, match="my own words") as found:
         compare(**sides, data=torch.randn(3, 4))
-    assert type(found.value.__cause__) is RuntimeError
+    assert found.value is error
+    assert str(error) == "my own words"
+    assert error.__notes__ == [f"torchfmri.compare: raised while {side} was run, a Linear"]

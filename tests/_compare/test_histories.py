@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import shutil
 import subprocess
@@ -346,6 +347,27 @@ def test_bad_input_is_explained(base: Monitor, tmp_path: Path) -> None:
         other(torch.ones(1, 2)).sum().backward()
     with pytest.raises(InspectionError, match="no layer in common"):
         compare(base, monitor)
+
+
+def test_a_run_that_turns_to_nan_differs_to_its_end(base: Monitor) -> None:
+    broken = History.load(base.history.save(_place("broken")))
+    columns = [at for at, each in enumerate(broken.series) if each.what == "activations"]
+    for step in broken:
+        if step.number >= 25:
+            step.loss = math.nan
+            step.table[columns, STORED.index("nan")] = 3
+    found = compare(base, broken)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert data["first"]["step"] == 25
+    expected = {"step": 25, "layer": "0", "difference": None, "last": None}
+    assert data["kinds"]["activations"] == expected
+    assert data["kinds"]["parameters"]["last"] == 0
+    (row,) = (line for line in found.text().splitlines() if line.startswith("activations"))
+    assert row.split()[1:] == ["25", "0", "inf", "inf"]
+    axes = found.plot("activations")
+    colours = axes.images[0].get_array()
+    assert colours[:, 25:].min() > colours[:, :25].max(), "what is NaN is not drawn as equal"
+    assert "brightest is NaN" in axes.get_xlabel()
 
 
 def test_findings_stand_side_by_side_and_runs_are_drawn(base: Monitor) -> None:

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import InspectionError, Inspector, Monitor, Run, compare
-from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.recording import RecordedRows, Recording
-from torchfmri._compare.run import record
+from torchfmri._compare.recording import RecordedRows
 from torchfmri.visualization._colour_scale import scale_from
 
 
@@ -90,30 +88,34 @@ def test_a_constant_that_each_dtype_rounds_once_is_no_difference() -> None:
 
 
 class Router(nn.Module):
-    """Chooses two of three experts for each token; `flipped` returns them the other way round."""
+    """Chooses two of three experts for each token; `flipped` lists them the other way round."""
 
-    def __init__(self, *, flipped: bool) -> None:
+    def __init__(self, *, flipped: bool, scale: float = 1.0) -> None:
         super().__init__()
-        self.scores, self.flipped = nn.Embedding(9, 3), flipped
+        self.scores, self.flipped, self.scale = nn.Embedding(9, 3), flipped, scale
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         found = self.scores(input_ids).topk(2)
         last = (-1,) if self.flipped else ()
-        return found.values.flip(last), found.indices.flip(last)
+        return found.values.flip(last) * self.scale, found.indices.flip(last)
 
 
-def test_experts_in_another_order_are_named() -> None:
+def test_experts_in_another_order_agree_and_hide_no_mistake() -> None:
     torch.manual_seed(0)
-    one, two = Router(flipped=False), Router(flipped=True)
-    two.load_state_dict(one.state_dict())
+    one, two, wrong = Router(flipped=False), Router(flipped=True), Router(flipped=True, scale=1.01)
+    for each in (two, wrong):
+        each.load_state_dict(one.state_dict())
     data = {"input_ids": torch.arange(8).view(2, 4)}
-    a, b = (Recording(record(Run(each, data))) for each in (one, two))
-    names = {"": "", "scores": "scores"}
-    kind = routing_kind(a, b, names, "", None)
-    assert kind is not None
-    assert kind.text == "'' lists the experts of 8 of 8 tokens in another order"
-    assert routing_kind(a, b, names, "scores", None) is None, "its own choices alone"
-    assert routing_kind(a, a, names, "", None) is None
+
+    def loss(output: tuple[Tensor, Tensor]) -> Tensor:
+        return output[0].square().sum()
+
+    agreeing = compare(one, two, data=data, loss=loss)
+    assert agreeing.agree, str(agreeing.first)
+    assert {pair.direction for pair in agreeing.pairs} == {"forward", "backward", "parameters"}
+    first = compare(one, wrong, data=data, loss=loss).first
+    assert first is not None
+    assert (first.direction, first.layer) == ("forward", "")
 
 
 def test_tokens_are_not_shifted_where_noise_makes_all_of_them_alike() -> None:
@@ -252,3 +254,84 @@ def test_tokens_are_compared_at_their_places() -> None:
         InspectionError, match="at position 7 of row 0 a has nothing more and b has"
     ):
         compare(Run(model, rows[:, :7]), Run(model, rows))
+
+
+class Attention(nn.Module):
+    """Two heads; `change` is done to what they return before the last layer reads it."""
+
+    def __init__(self, change: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.change = nn.Linear(16, 48), nn.Linear(16, 16), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out((heads if self.change is None else self.change(heads)).flatten(2))
+
+
+def one_token(heads: Tensor) -> Tensor:
+    return torch.cat([heads[:, :4], 1.5 * heads[:, 4:5], heads[:, 5:]], 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (
+            lambda heads: heads.flip(2),
+            "swapped_heads",
+            "heads of 8 units have changed places: 0, 1",
+        ),
+        (lambda heads: 1.5 * heads, "factor", "b is a times 1.5"),
+        (one_token, "factor", "b is a times 1.5"),
+        (lambda heads: heads.bfloat16().float(), "precision", "b was rounded to bfloat16"),
+        (lambda heads: heads * torch.arange(2).view(2, 1), "factor_per_unit", "0 to 1"),
+    ],
+    ids=["swapped heads", "a factor", "one token", "rounded", "a lost head"],
+)
+def test_what_code_between_layers_did_is_told_from_what_it_gave_on(
+    change: Any, kind: str, said: str
+) -> None:
+    """The last layer mixes all units, so that its output tells none of this."""
+    x = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
+    first = compare(Attention(), Attention(change), data=x).first
+    assert first is not None
+    assert (first.layer, first.seen_at) == ("", "out")
+    (found,) = (each for each in first.kinds if each.name != "from_position")
+    assert found.name == kind
+    assert said in found.text
+
+
+def test_values_that_are_lost_are_called_zero() -> None:
+    grid = PositionGrid(torch.ones(1, 6, dtype=torch.bool), (0,))
+    values = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
+    lost = values.clone()
+    lost[3] = 0
+    found = kinds_of(RecordedRows(values, grid), RecordedRows(lost, grid), 1e-6)
+    assert [kind.text for kind in found] == ["b is zero there"]
+    assert kinds_of(RecordedRows(lost, grid), RecordedRows(values, grid), 1e-6)[0].text.startswith(
+        "a"
+    )
+
+
+def test_targets_are_data_too() -> None:
+    model, x = small(), torch.randn(6, 8)
+    targets = torch.randn(6, 4), torch.randn(6, 4)
+    a, b = (Run(model, x, target, nn.MSELoss()) for target in targets)
+    found = compare(a, b)
+    assert found.first is not None
+    assert found.first.direction == "backward"
+    assert "data" in [kind.name for kind in found.first.kinds]
+    (change,) = found.changes
+    assert change.text.startswith("target differs in 24 of 24 values")
+
+
+def test_a_kernel_that_was_transposed_is_named() -> None:
+    one, two = (nn.Sequential(nn.Conv2d(3, 4, 3)) for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        two[0].weight.copy_(one[0].weight.transpose(2, 3))
+    first = compare(one, two, data=torch.randn(2, 3, 6, 6)).first
+    assert first is not None
+    assert first.kinds[0] == ("transposed", "weight is transposed: its axes 2 and 3 are swapped")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import torchfmri
-from benchmarks._compare_models import build
+from benchmarks._compare_models import batch, build
 from torchfmri import (
     FileFormatError,
     Inspection,
@@ -254,8 +254,40 @@ def test_scans(tiny: Any, tmp_path: Path) -> None:
     assert found.layer == "model.layers.2.mlp.up_proj"
 
 
+def test_scans_are_compared_in_the_order_in_which_modules_finish() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    scans = []
+    for scale in (1.0, 1.02):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight.mul_(scale)
+        scans.append(torchfmri.scan(model, tokenizer, TEXTS[0], max_new_tokens=1))
+    found = compare(*scans).first
+    assert found is not None
+    assert found.layer == "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gradient_that_never_arrived_in_a_recording_counts(turned: bool) -> None:
+    model, data = build("llama"), batch("llama")
+    other = build("llama")
+    attention = other.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda **given: (forward(**given)[0].detach(), None)
+    inspector = Inspector(other, keep="tensors")
+    inspector.watch("*", ["activations", "gradients"])
+    recording = inspector.run_inspection(data)
+    sides = (recording, model) if turned else (model, recording)
+    found = compare(*sides, data=data).first
+    assert found is not None
+    assert (found.direction, found.layer) == ("backward", "model.layers.1.self_attn")
+    assert found.reason == f"a gradient arrives in {'b' if turned else 'a'} only"
+
+
 def test_a_call_that_never_runs_the_model_is_explained() -> None:
     run = Run(nn.Linear(3, 3), torch.randn(2, 3))
+    scripted = torch.jit.trace(run.model, run.data)
+    with pytest.raises(InspectionError, match="is TorchScript, which shows no layers"):
+        compare(scripted, run.model, data=run.data)
     with pytest.raises(InspectionError, match="did not run the Linear"):
         compare(run, Run(run.model, run.data, call=lambda model, data: None))
 

@@ -362,7 +362,8 @@ def test_trackio_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(numbers) == list(range(12))
     assert math.isnan(float(numbers[10]["torchfmri/loss"]))
     assert "torchfmri/map/gradients" in numbers[9]
-    assert len(list(tmp_path.rglob("*.png"))) == 3
+    pictures = [int(each.parent.name) for each in tmp_path.rglob("*.png")]
+    assert sorted(pictures) == [9] * 3 + [10] * 3, "the tenth watched step, and the first NaN"
     assert ("torchfmri: nonfinite_loss, step 10", 10) in alerts
 
 

@@ -1,52 +1,76 @@
 """Recognize values that both sides hold in another arrangement.
 
-`pairing` asks three things here: whether the rows of a tensor have no fixed order (those of
-experts), the two tensors with their rows sorted, and whether b keeps a weight transposed. The rows
-are sorted by one random projection, drawn with a fixed seed: both sides must use the same one, or
-equal rows would not meet. A square weight has the same shape when it is transposed, so
-`is_transposed` looks at the values too. Another arrangement to recognize is another function here
-and a branch in `pairing._pair`.
+`pairing` and `comparison` ask here for two tensors in orders in which they may agree (axes turned,
+rows of experts sorted, the experts of a token by number), and whether b keeps a weight transposed.
+Rows are sorted by one random projection, drawn with a fixed seed: both sides must use the same one,
+or equal rows would not meet. A square weight has the same shape when it is transposed, so
+`is_transposed` looks at the values too. Another arrangement to recognize is another `yield`.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.kinds import is_same
-from torchfmri._compare.recording import PARAMETERS, WHAT, RecordedPlace
+from torchfmri._compare.recording import PARAMETERS, WHAT, RecordedPlace, RecordedRows
 from torchfmri._compare.side import Side
 
-
-def has_own_order(side: Side, place: RecordedPlace) -> bool:
-    """Whether the rows of a tensor are neither tokens nor samples, such as those of experts."""
-    value, grids = side.recording.value(place), side.recording.grids
-    if value is None or not grids or len(value.shape) != 2 or place.what == WHAT[PARAMETERS]:
-        return False
-    rows = side.recording.rows(place)
-    return rows is not None and rows.grid is None and len(rows.values) == 1 < value.shape[0]
+_MOST_AXES = 4
 
 
-def in_order(
+def in_other_order(
     a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace
-) -> tuple[Tensor, Tensor] | None:
-    """Return both tensors with their rows sorted, as one implementation may sort them by expert.
+) -> Iterator[tuple[RecordedRows, RecordedRows]]:
+    """Yield two tensors in orders in which they may agree though they do not agree as they are.
 
-    If they hold the same rows, they agree: what becomes of each token is compared further on.
+    An implementation may keep channels first or last, may sort the rows of tokens by expert, and
+    may list the experts of a token, whose scores are nearly equal, in another order. What becomes
+    of each token is compared further on.
     """
-    found = []
-    for side, each in ((a.recording, place), (b.recording, partner)):
-        value, rows = side.value(each), side.rows(each)
-        if value is None or rows is None:
-            return None
-        table = rows.values.view(value.shape)
-        generator = torch.Generator().manual_seed(0)
-        key = table @ torch.rand(
-            table.shape[1], generator=generator, dtype=table.dtype, device="cpu"
-        )
-        found.append(table[key.argsort()].reshape(1, -1))
-    return found[0], found[1]
+    first, second = a.recording.tensor(place), b.recording.tensor(partner)
+    if first is None or second is None or place.what == WHAT[PARAMETERS]:
+        return
+    if first.shape != second.shape and first.ndim == second.ndim <= _MOST_AXES:
+        for axes in itertools.permutations(range(second.ndim)):
+            turned = second.permute(axes)
+            if turned.shape == first.shape:
+                yield (
+                    a.recording.as_rows(first, place.what),
+                    a.recording.as_rows(turned, place.what),
+                )
+    one, two = a.recording.as_rows(first, place.what), b.recording.as_rows(second, place.what)
+    if one.values.shape != two.values.shape:
+        return
+    if one.grid is None and a.recording.grids and first.ndim == 2 and len(one.values) == 1:
+        yield _sorted_rows(first), _sorted_rows(second)
+    ours, theirs = _chosen(a, place, one), _chosen(b, partner, two)
+    if ours is not None and theirs is not None:
+        yield _by_expert(one, ours), _by_expert(two, theirs)
+
+
+def _by_expert(rows: RecordedRows, chosen: Tensor) -> RecordedRows:
+    return rows._replace(values=rows.values.gather(1, chosen.argsort(1)))
+
+
+def _sorted_rows(tensor: Tensor) -> RecordedRows:
+    """Return a table as one row, with its rows sorted by a random sum of their values."""
+    table = tensor.detach().double().cpu()
+    generator = torch.Generator().manual_seed(0)
+    key = table @ torch.rand(table.shape[1], generator=generator, dtype=table.dtype, device="cpu")
+    return RecordedRows(values=table[key.argsort()].reshape(1, -1), grid=None)
+
+
+def _chosen(side: Side, place: RecordedPlace, rows: RecordedRows) -> Tensor | None:
+    """Return the experts that a layer chose for each token, where it has a value for each."""
+    for (layer, call, _), chosen in side.recording.choices().items():
+        if (layer, call) == (place.layer, place.call) and chosen.shape == rows.values.shape:
+            return chosen
+    return None
 
 
 def is_transposed(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> bool:

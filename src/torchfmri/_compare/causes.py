@@ -6,13 +6,14 @@ module keeps as attributes (eps, scaling, sliding_window), then those of its con
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchfmri._compare.difference import Kind
-from torchfmri._compare.kinds import parameter_kind
+from torchfmri._compare.kinds import is_same, parameter_kind
 from torchfmri._compare.run import can_drop
 from torchfmri._model import named_layers
 from torchfmri._text import apart
@@ -26,14 +27,50 @@ _SPELLED = ("eps", "scal")
 _MOST = 4
 
 
-def causes_of(a: nn.Module, b: nn.Module) -> list[Kind]:
-    """Return what differs between two modules, the surest cause first; empty if nothing does."""
+Convention = frozenset[tuple[type[nn.Module], type[nn.Module]]]
+"""Pairs of classes of which one keeps the weight that the other has transposed."""
+
+
+def transposing_classes(
+    a: Mapping[str, nn.Module], b: Mapping[str, nn.Module], names: Mapping[str, str]
+) -> Convention:
+    """Return which classes keep their weights transposed in b, as Linear does those of Conv1D.
+
+    Args:
+        a: The modules of one side by layer.
+        b: Those of the other.
+        names: Layer of a -> layer of b.
+    """
+    votes: Counter[tuple[type[nn.Module], type[nn.Module]]] = Counter()
+    for layer, partner in names.items():
+        pair = a.get(layer), b.get(partner)
+        if pair[0] is None or pair[1] is None or type(pair[0]) is type(pair[1]):
+            continue
+        one, two = own_tensors(pair[0]), own_tensors(pair[1])
+        shapes = [{n: x.shape for n, x in each.items() if x.ndim == 2} for each in (one, two)]
+        for name, other in partner_names(*shapes).items():
+            ours, theirs = one[name], two[other]
+            turned = ours.shape == theirs.T.shape and is_same(ours, theirs.T)
+            votes[type(pair[0]), type(pair[1])] += 1 if turned else -1
+    return frozenset(classes for classes, count in votes.items() if count > 0)
+
+
+def causes_of(a: nn.Module, b: nn.Module, turned: Convention = frozenset()) -> list[Kind]:
+    """Return what differs between two modules, the surest cause first; empty if nothing does.
+
+    Args:
+        a: One module.
+        b: Its partner.
+        turned: Classes that keep their weights transposed in b.
+    """
     other_class = class_kind(a, b)
     if other_class is not None:
         return [other_class]
-    tensors = dict(tensor_kinds(a, b))
+    tensors = dict(tensor_kinds(a, b, turned))
     found = [*tensors.values(), *attribute_kinds(a, b)]
     settings = setting_kinds(a, b)
+    if any(each.text.startswith("config.model_type ") for each in settings):
+        settings = []  # another architecture has settings of its own, and most explain nothing
     if any("inv_freq" in name for name in tensors):  # in bfloat16 they do not tell the base
         found += [each for each in settings if "rope" in each.text]
     return found[:_MOST] or settings[:_MOST]
@@ -61,9 +98,13 @@ def class_kind(a: nn.Module, b: nn.Module) -> Kind | None:
     return Kind("class", f"it is a {names[0]} in a and a {names[1]} in b")
 
 
-def tensor_kinds(a: nn.Module, b: nn.Module) -> Iterator[tuple[str, Kind]]:
-    """Yield each parameter or buffer of two modules that differs, and how."""
+def tensor_kinds(
+    a: nn.Module, b: nn.Module, turned: Convention = frozenset()
+) -> Iterator[tuple[str, Kind]]:
+    """Yield each parameter or buffer of two modules that differs, and how; see `causes_of`."""
     one, two = own_tensors(a), own_tensors(b)
+    if (type(a), type(b)) in turned:
+        two = {name: each.T if each.ndim == 2 else each for name, each in two.items()}
     names = partner_names(
         {n: x.shape for n, x in one.items()}, {n: x.shape for n, x in two.items()}
     )

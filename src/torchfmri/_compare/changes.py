@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._compare.causes import (
+    Convention,
     attribute_kinds,
     class_kind,
     mode_kinds,
@@ -20,6 +21,7 @@ from torchfmri._compare.causes import (
     setting_kinds,
     tensor_kinds,
     tied_kinds,
+    transposing_classes,
 )
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.grid import grids_of
@@ -76,19 +78,12 @@ def changes_of(a: Run | None, b: Run | None, names: Mapping[str, str]) -> list[C
 
 
 def _run_changes(a: Run, b: Run) -> Iterator[Change]:
-    """Yield differences of the mode, of autocast and of the data."""
+    """Yield differences of autocast, of the mode and of the data."""
     if a.autocast != b.autocast:
         yield Change("autocast", f"autocast is {a.autocast} in a and {b.autocast} in b", ("",))
     if a.model.training != b.model.training:
         said = f"training is {a.model.training} in a and {b.model.training} in b"
         yield Change("mode", said, ("",))
-    if isinstance(a.data, Mapping) and isinstance(b.data, Mapping):
-        sides = [_padded_side(each.data.get("attention_mask")) for each in (a, b)]
-        if None not in sides and sides[0] != sides[1]:
-            said = f"padding is on the {sides[0]} in a and on the {sides[1]} in b"
-            bare = "position_ids" not in b.data or "position_ids" not in a.data
-            more = ", without position_ids, so it may be counted as positions" if bare else ""
-            yield Change("data", said + more, ("",))
     yield from data_changes(a, b)
 
 
@@ -98,13 +93,19 @@ def data_changes(a: Run, b: Run) -> Iterator[Change]:
     The same tokens padded on other sides are no change: then values at tokens are compared.
     """
     if isinstance(a.data, Mapping) and isinstance(b.data, Mapping):
+        sides = [_padded_side(each.data.get("attention_mask")) for each in (a, b)]
+        bare = "position_ids" not in a.data or "position_ids" not in b.data
+        if bare and None not in sides and sides[0] != sides[1]:
+            said = f"padding is on the {sides[0]} in a and on the {sides[1]} in b"
+            more = ", without position_ids, so it may be counted as positions"
+            yield Change("data", said + more, ("",))
         for side, only in (
             ("a", a.data.keys() - b.data.keys()),
             ("b", b.data.keys() - a.data.keys()),
         ):
             for name in sorted(only):
                 yield Change("data", f"only {side} is given {name}", ("",))
-    ours, theirs = ({each.path: each.tensor for each in flatten(run.data)} for run in (a, b))
+    ours, theirs = (_given(run) for run in (a, b))
     grids = [grids_of(run.data) for run in (a, b)]
     moved = [str(each.kept.tolist()) for each in grids[0]] != [
         str(each.kept.tolist()) for each in grids[1]
@@ -130,6 +131,12 @@ def data_changes(a: Run, b: Run) -> Iterator[Change]:
             yield Change("data", f"{name} differs in {count}, first {list(first)}: {values}", ("",))
 
 
+def _given(run: Run) -> dict[str, Tensor]:
+    """Return the tensors that a run is given, by path, and what its loss is handed."""
+    data = {each.path: each.tensor for each in flatten(run.data)}
+    return data | {f"target.{each.path}".rstrip("."): each.tensor for each in flatten(run.target)}
+
+
 def _same_ids(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Whether both are given the same token numbers in the same places, padding included."""
     ids = [each.get("input_ids") for each in (a, b)]
@@ -151,15 +158,16 @@ def _module_changes(
     a: Mapping[str, nn.Module], b: Mapping[str, nn.Module], names: Mapping[str, str]
 ) -> list[Change]:
     found: dict[tuple[str, str], tuple[Kind, list[str]]] = {}
+    turned = transposing_classes(a, b, names)
     for layer, partner in names.items():
         if layer not in a or partner not in b or a[layer] is b[partner]:
             continue
-        for key, kind in _kinds(a[layer], b[partner]):
+        for key, kind in _kinds(a[layer], b[partner], turned):
             found.setdefault((kind.name, key), (kind, []))[1].append(layer)
     return [Change(kind.name, kind.text, tuple(layers)) for kind, layers in found.values()]
 
 
-def _kinds(a: nn.Module, b: nn.Module) -> Iterator[tuple[str, Kind]]:
+def _kinds(a: nn.Module, b: nn.Module, turned: Convention) -> Iterator[tuple[str, Kind]]:
     """Yield the changes of one module, each with a key that equal changes of other layers share."""
     yield from ((kind.text, kind) for kind in mode_kinds(a, b))
     other_class = class_kind(a, b)
@@ -167,7 +175,7 @@ def _kinds(a: nn.Module, b: nn.Module) -> Iterator[tuple[str, Kind]]:
         yield other_class.text, other_class
         return
     yield from ((kind.text, kind) for kind in attribute_kinds(a, b))
-    yield from tensor_kinds(a, b)
+    yield from tensor_kinds(a, b, turned)
     one, two = own_tensors(a), own_tensors(b)
     for name in (each for each in one if each in two):
         if one[name].dtype != two[name].dtype:

@@ -15,7 +15,7 @@ from torchfmri._compare.recording import FORWARD, Recording
 
 
 def routing_kind(
-    a: Recording, b: Recording, names: Mapping[str, str], at: str, before: str | None
+    a: Recording, b: Recording, names: Mapping[str, str], before: str | None
 ) -> Kind | None:
     """Return the kind `routing` if a layer chose other experts for some tokens, else None.
 
@@ -23,21 +23,16 @@ def routing_kind(
         a: One side.
         b: The other.
         names: Layer of a -> layer of b.
-        at: The layer whose tensor differs: the order of its own choices counts too.
         before: The first layer that differs: later choices follow from that. None if the whole
             forward pass agrees.
     """
     theirs, order = b.choices(), a.layers
-    ordered = None
     end = len(order) if before is None else order.index(before)
     for (layer, call, path), ours in a.choices().items():
         partner = names.get(layer, layer)
         other = theirs.get((partner, call, path))
         if layer not in order[:end] or other is None or other.shape != ours.shape:
             continue
-        if layer == at and (turned := int((ours != other).any(1).sum())):
-            text = f"{layer!r} lists the experts of {turned} of {len(ours)} tokens in another order"
-            ordered = Kind("routing", text)
         moved = (ours.sort(1).values != other.sort(1).values).any(1)
         if moved.any():
             count = f"{int(moved.sum())} of {len(ours)} tokens"
@@ -51,7 +46,7 @@ def routing_kind(
             else:
                 text = f"{layer!r} chose other whole numbers for {count}, such as other experts"
             return Kind("routing", text)
-    return ordered
+    return None
 
 
 def _are_highest(side: Recording, layer: str, call: int, chosen: Tensor, rows: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchfmri._compare import pictures
 from torchfmri._compare.changes import Change
-from torchfmri._compare.difference import Difference, Pair, spread_text
+from torchfmri._compare.difference import Difference, Pair, finite, spread_text
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
 from torchfmri._text import Column, Grid, listed, plural
@@ -161,8 +161,8 @@ class Comparison:
         return self.pairs[::step]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
-        return {
+        """The result as plain data, for JSON: numbers that are not finite are None."""
+        found = {
             "agree": self.agree,
             "first": None if self.first is None else self.first.to_dict(),
             "differences": {name: each.to_dict() for name, each in self.differences.items()},
@@ -186,6 +186,7 @@ class Comparison:
             "changes": [each._asdict() for each in self.changes],
             "notes": self.notes,
         }
+        return dict(finite(found))
 
     def plot(
         self, direction: str = FORWARD, *, row: int | None = None, ax: Axes | None = None

@@ -118,6 +118,16 @@ class Pair:
         return np.where(self.gaps > 0, ratio, 0.0)
 
 
+BRIGHTEST = "the brightest is NaN, infinite or on one side only"
+"""What a picture says of infinite differences."""
+
+
+def drawable(ratios: Floats) -> Floats:
+    """Return differences in units of the noise with infinite ones in the brightest colour."""
+    largest = ratios[np.isfinite(ratios)].max(initial=1.0)
+    return np.where(np.isposinf(ratios), 10 * largest, ratios)
+
+
 @dataclass(frozen=True, eq=False)
 class Difference:
     """The first place where two runs part.
@@ -195,9 +205,19 @@ class Difference:
         return "".join(f"; {kind.text}" for kind in self.kinds)
 
     def to_dict(self) -> dict[str, Any]:
-        """The difference as plain data, for JSON."""
+        """The difference as plain data, for JSON: numbers that are not finite are None."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**found, "kinds": [{"name": k.name, "text": k.text} for k in self.kinds]}
+        kinds = [{"name": each.name, "text": each.text} for each in self.kinds]
+        return dict(finite({**found, "kinds": kinds}))
+
+
+def finite(data: Any) -> Any:
+    """Return plain data with None for NaN and infinity, which JSON does not know."""
+    if isinstance(data, dict):
+        return {name: finite(each) for name, each in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(each) for each in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _named(layer: str) -> str:

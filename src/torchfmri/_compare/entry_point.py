@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from torchfmri._arguments import check_real, require
@@ -32,9 +31,10 @@ from torchfmri._compare.recording import FORWARD, WHAT, relative
 from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
 from torchfmri._compare.sources import opened, recorded_data, running, side_of
+from torchfmri._compare.tokens_given import are_given_alike, check_tokens, token_texts
 from torchfmri._model import Loss
 from torchfmri._records import History
-from torchfmri._text import listed, plural
+from torchfmri._text import apart, listed, plural
 from torchfmri.exceptions import InspectionError
 
 
@@ -75,8 +75,8 @@ def compare(
         A `Comparison`; a `HistoryComparison` of two training runs.
 
     Raises:
-        InspectionError: A side cannot be compared, or the two have nothing in common; or the model
-            of a side raised, and its error is the cause.
+        InspectionError: A side cannot be compared, or the two have nothing in common. An error of
+            a model passes through, with a note that names the side.
     """
     if tolerance is not None:
         check_real(
@@ -101,12 +101,14 @@ def compare(
     if "rms" in (one.recording.reduced, two.recording.reduced):
         for side in (one, two):
             side.recording.reduced = "rms"
+    if are_given_alike(one, two):
+        two.recording.grids = list(one.recording.grids)
     for side, other in ((one, two), (two, one)):
         if not side.recording.grids:  # made of the same data, or nothing can be compared
             side.recording.grids = list(other.recording.grids)
         if not side.recording.batch:  # a recording does not say how many rows there were
             side.recording.batch = other.recording.batch
-    _check_tokens(one, two, tokenizer)
+    check_tokens(one, two, tokenizer)
     _note_dropout(one, two)
     if tolerance is None:
         _measure(one, two, max_bytes)
@@ -198,46 +200,6 @@ def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
         )
 
 
-def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
-    """Raise an error if the two sides were given different tokens."""
-    grids = [side.recording.grids[0] for side in (one, two) if side.recording.grids]
-    if len(grids) < 2 or not all(grid.token_ids for grid in grids):
-        return
-    a, b = (grid.token_ids for grid in grids)
-    if a == b or _other_padding(one, two):
-        return
-    one_at, two_at = (dict(zip(each.places, each.token_ids, strict=True)) for each in grids)
-    place = min(each for each in {*one_at, *two_at} if one_at.get(each) != two_at.get(each))
-
-    def said(token: int | None) -> str:
-        if token is None:
-            return "nothing more"
-        text = f" {tokenizer.decode([token])!r}" if tokenizer is not None else ""
-        return f"token {token}{text}"
-
-    raise InspectionError(
-        f"The two were given other tokens: at position {place[1]} of row {place[0]} a has "
-        f"{said(one_at.get(place))} and b has {said(two_at.get(place))} ({len(a)} and {len(b)} "
-        "tokens in all). Run both on the same token ids; if the text is the same, the tokenizers "
-        "are not."
-    )
-
-
-def _other_padding(one: Side, two: Side) -> bool:
-    """Whether only the padding differs; then keep the positions that are tokens on both sides."""
-    a, b = one.recording.grids[0], two.recording.grids[0]
-    if a.ids is None or b.ids is None or not torch.equal(a.ids, b.ids):
-        return False
-    kept = a.kept & b.kept
-    for side, grid in ((one, a), (two, b)):
-        if more := int((grid.kept & ~kept).sum()):
-            side.notes.append(
-                f"takes {more} positions for tokens that are padding on the other side"
-            )
-        side.recording.grids[0] = replace(grid, kept=kept)
-    return True
-
-
 def _compared(
     one: Side, two: Side, names: Mapping[str, str] | None, tolerance: float | None, tokenizer: Any
 ) -> Comparison:
@@ -248,7 +210,7 @@ def _compared(
             "There is nothing to compare: the layers in common have no tensors of one kind on both "
             "sides. Watch the same (activations, gradients) in both."
         )
-    texts = _texts(one, two, tokenizer)
+    texts = token_texts(one, two, tokenizer)
     differences: dict[str, Difference] = {}
     for direction in WHAT:
         if any(pair.direction == direction and pair.differs for pair in pairs):
@@ -277,16 +239,6 @@ def _compared(
     )  # fmt: skip
 
 
-def _texts(one: Side, two: Side, tokenizer: Any) -> list[str]:
-    for side in (one, two):
-        if side.tokens:
-            return side.tokens
-        grids = side.recording.grids
-        if tokenizer is not None and grids and grids[0].token_ids:
-            return [tokenizer.decode([each]) for each in grids[0].token_ids]
-    return []
-
-
 def _difference(
     direction: str, pairs: Sequence[Pair], one: Side, two: Side, matching: Matching,
     texts: Sequence[str], follows: bool,
@@ -304,18 +256,6 @@ def _difference(
     told = next((each for each in later if each.differs and each.grid is not None), pair)
     index, place = _first_row(pair), _first_row(told)
     row, token = told.grid.places[place] if told.grid is not None else (None, None)
-    relative_gap = float(pair.gaps[index])
-    reason = pair.reason or (
-        f"relative difference {relative_gap:.2e} (allowed {pair.threshold:.1e}), "
-        f"largest absolute difference {pair.largest:.3e}"
-    )
-    if not pair.reason and relative_gap == math.inf:
-        reason = "some values are NaN or infinite on one side only"
-    if pair.repeats:
-        reason += (
-            f". Noise alone explains up to {pair.noise:.1e}, but this difference comes back the "
-            "same way when both sides round anew, so less is allowed"
-        )
     return Difference(
         direction=direction,
         layer=layer,
@@ -327,15 +267,53 @@ def _difference(
         row=row,
         token=token,
         text=texts[place] if told.grid is not None and place < len(texts) else "",
-        relative=relative_gap,
+        relative=float(pair.gaps[index]),
         largest=pair.largest,
         spread_a=pair.spread_a,
         spread_b=pair.spread_b,
         threshold=pair.threshold,
         compared=at,
         kinds=() if follows else explain(pair, origin, matching, one, two),
-        reason=reason,
+        reason=_reason(pair, own, float(pair.gaps[index]), one, two),
     )
+
+
+def _reason(pair: Pair, own: Sequence[Pair], gap: float, one: Side, two: Side) -> str:
+    """Return how the first tensor that differs does, in words.
+
+    Args:
+        pair: The first that differs.
+        own: All of its direction.
+        gap: The relative difference in its first row that differs.
+        one: Side a.
+        two: Side b.
+    """
+    reason = pair.reason or (
+        f"{_numbers(pair, one, two)}relative difference {gap:.2e} "
+        f"(allowed {pair.threshold:.1e}), largest absolute difference {pair.largest:.3e}"
+    )
+    if not pair.reason and gap == math.inf:
+        reason = "some values are NaN or infinite on one side only"
+    last = max(index for index, each in enumerate(own) if each.differs)
+    if pair.direction == FORWARD and last + 1 < len(own):
+        after = own[last + 1].place.layer
+        reason += f". From the output of {listed([after])} on the two agree again"
+    if pair.repeats:
+        reason += (
+            f". Noise alone explains up to {pair.noise:.1e}, but this difference comes back the "
+            "same way when both sides round anew, so less is allowed"
+        )
+    return reason
+
+
+def _numbers(pair: Pair, one: Side, two: Side) -> str:
+    """Return the numbers of a pair that is one number, such as the loss, in words; else empty."""
+    rows = one.recording.rows(pair.place), two.recording.rows(pair.partner or pair.place)
+    values = [each.values for each in rows if each is not None]
+    if len(values) < 2 or any(each.numel() != 1 for each in values):
+        return ""
+    a, b = apart(float(values[0]), float(values[1]), 6)
+    return f"{a} in a and {b} in b, "
 
 
 def _first_row(pair: Pair) -> int:

@@ -9,16 +9,22 @@ belongs in one of those files and in the table of `docs/compare.md`.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
 
-from torchfmri._compare.causes import causes_of, mode_kinds, tensor_kinds, tied_kinds
-from torchfmri._compare.changes import data_changes
+from torchfmri._compare.causes import (
+    causes_of,
+    mode_kinds,
+    tensor_kinds,
+    tied_kinds,
+    transposing_classes,
+)
+from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.difference import Kind, Pair
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import Matching, missing_layers, unmatched_before
+from torchfmri._compare.matching import Matching, missing_layers, other_order, unmatched_before
 from torchfmri._compare.origin import Origin
-from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
+from torchfmri._compare.recording import FORWARD, PARAMETERS, rows_of_both
 from torchfmri._compare.side import Side
 
 
@@ -41,33 +47,44 @@ def explain(
         tied = tied_kinds(one.run.model, two.run.model, matching.pairs)
         found += [tied[layer]] if layer in tied else []
     seen = pair.place.layer if pair.direction == FORWARD else None
-    routing = routing_kind(one.recording, two.recording, matching.pairs, pair.place.layer, seen)
+    routing = routing_kind(one.recording, two.recording, matching.pairs, seen)
     found += [routing] if routing is not None else []
-    if pair.direction == FORWARD:
+    if one.is_compiled or two.is_compiled:  # no layer in it can be told to be the origin
+        found += [
+            Kind(each.name, str(each)) for each in changes_of(one.run, two.run, matching.pairs)
+        ]
+    elif pair.direction == FORWARD:
         if not matching.doubt:
             found += missing_layers(modules_a, modules_b, matching, layer)
         elif layer != pair.place.layer:
             found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
+        if layer != pair.place.layer:
+            found += other_order(one.recording, two.recording, matching, layer)
     if layer in modules_a and partner in modules_b:
-        found += causes_of(modules_a[layer], modules_b[partner])
+        others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
+        turned = transposing_classes(modules_a, modules_b, others)
+        found += causes_of(modules_a[layer], modules_b[partner], turned)
         found += mode_kinds(modules_a[layer], modules_b[partner])
-        called = {each.layer for each in one.recording.inspection.values() if each.calls}
-        inside = [each for each in modules_a if layer and each.startswith(f"{layer}.")]
-        for each in (name for name in inside if name not in called):  # its weights are used as such
-            child = matching.pairs.get(each, f"{partner}{each.removeprefix(layer)}")
-            if child in modules_b:
-                name = each.removeprefix(f"{layer}.")
-                found += [
-                    Kind(kind.name, f"{name}.{kind.text}")
-                    for _, kind in tensor_kinds(modules_a[each], modules_b[child])
-                ]
-    if pair.direction == FORWARD and one.run is not None and two.run is not None:
+        found += _uncalled_kinds(layer, matching, one, two)
+    if one.run is not None and two.run is not None:
         found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
     found += origin.kinds
-    if pair.partner is not None and not (pair.direction == BACKWARD and origin.kinds):
-        a, b = one.recording.rows(pair.place), two.recording.rows(pair.partner)
+    if pair.partner is not None and not any(each.name != "mask" for each in origin.kinds):
+        a, b = rows_of_both(one.recording, two.recording, pair.place, pair.partner)
         if a is not None and b is not None:
             dtypes = {one.recording.dtype(pair.place), two.recording.dtype(pair.partner)}
-            unit = max(torch.finfo(each).eps / 2 for each in dtypes)
-            found += kinds_of(a, b, pair.threshold, same_dtype=len(dtypes) == 1, unit=unit)
+            found += kinds_of(a, b, pair.threshold, dtypes)
     return tuple(dict.fromkeys(found))
+
+
+def _uncalled_kinds(layer: str, matching: Matching, one: Side, two: Side) -> Iterator[Kind]:
+    """Yield how the weights of layers differ that a layer uses as such, without calling them."""
+    partner = matching.pairs.get(layer, layer)
+    called = {each.layer for each in one.recording.inspection.values() if each.calls}
+    for each, module in one.modules.items():
+        name = each.removeprefix(f"{layer}.")
+        if not layer or name == each or each in called:
+            continue
+        other = two.modules.get(matching.pairs.get(each, f"{partner}.{name}"))
+        for _, kind in tensor_kinds(module, other) if other is not None else ():
+            yield Kind(kind.name, f"{name}.{kind.text}")

@@ -13,10 +13,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from torchfmri._compare.difference import BRIGHTEST, drawable, finite
 from torchfmri._records import Finding, Floats, History, Series
 from torchfmri._scan import layer_bands
 from torchfmri._text import Column, Grid, plural
@@ -79,6 +80,15 @@ class StepDifference:
         )
 
 
+class _KindOfNumber(NamedTuple):
+    """Where one kind of number, such as activations, parts first; None where it never does."""
+
+    step: int | None
+    layer: str | None
+    difference: float | None
+    last: float | None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class HistoryComparison:
     """The result of comparing two training runs: where they part, or that they agree.
@@ -127,7 +137,8 @@ class HistoryComparison:
         """The result in a sentence."""
         if self.first is not None:
             return f"the runs part at {self.first}"
-        known = self.gaps[np.isfinite(self.gaps)]
+        # A sum of gradients that cancel is nothing but rounding: it may differ by any amount.
+        known = self.gaps[np.isfinite(self.gaps) & np.isfinite(self.allowed)]
         worst = float(known.max(initial=0.0))
         rounding = f"they differ by rounding only, by at most {worst:.1e}"
         size = "equal to the last bit" if worst == 0 else rounding
@@ -146,28 +157,28 @@ class HistoryComparison:
         kinds = list(dict.fromkeys(each.what for each in self.series))
         rows = [self._first_of(what) for what in kinds]
         columns = [
-            Column("first step", [row[0] for row in rows], 5),
-            Column("there", [row[1] for row in rows], 4, right=False),
-            Column("difference then", [row[2] for row in rows], 3),
-            Column("at the last step", [row[3] for row in rows], 2),
+            Column("first step", [_text(row.step, "d") for row in rows], 5),
+            Column("there", [row.layer or "" for row in rows], 4, right=False),
+            Column("difference then", [_text(row.difference, ".1e") for row in rows], 3),
+            Column("at the last step", [_text(row.last, ".1e") for row in rows], 2),
         ]
         grid = Grid(self.summary(), "what", kinds, columns, [*self.notes, *self._findings()])
         return grid.text()
 
-    def _first_of(self, what: str) -> tuple[str, str, str, str]:
+    def _first_of(self, what: str) -> _KindOfNumber:
         columns = [at for at, each in enumerate(self.series) if each.what == what]
         gaps = self.gaps[:, columns]
-        last = gaps[-1][np.isfinite(gaps[-1])]
-        ending = f"{float(last.max(initial=0.0)):.1e}"
+        ending = gaps[-1][~np.isnan(gaps[-1])]
+        last = float(ending.max()) if len(ending) else None
         with np.errstate(invalid="ignore"):
             beyond = gaps > self.allowed[:, columns]
         rows = np.flatnonzero(beyond.any(1))
         if not len(rows):
-            return "none", "", "", ending
+            return _KindOfNumber(None, None, None, last)
         row = int(rows[0])
         place = int(np.flatnonzero(beyond[row])[0])
         layer = self.series[columns[place]].layer
-        return str(self.steps[row]), layer, f"{gaps[row, place]:.1e}", ending
+        return _KindOfNumber(self.steps[row], layer, float(gaps[row, place]), last)
 
     def _findings(self) -> list[str]:
         """The findings of both runs, side by side."""
@@ -178,18 +189,16 @@ class HistoryComparison:
         return [f"found {problem}: {'; '.join(each)}" for problem, each in found.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
+        """The result as plain data, for JSON: numbers that are not finite are None."""
         first = self.first
-        return {
+        found = {
             "agree": self.agree,
             "steps": [self.steps[0], self.steps[-1]],
             "first": None
             if first is None
             else {name: getattr(first, name) for name in first.__dataclass_fields__},
             "kinds": {
-                what: dict(
-                    zip(("step", "layer", "difference", "last"), self._first_of(what), strict=True)
-                )
+                what: self._first_of(what)._asdict()
                 for what in dict.fromkeys(each.what for each in self.series)
             },
             "findings": {
@@ -198,6 +207,7 @@ class HistoryComparison:
             },
             "notes": self.notes,
         }
+        return dict(finite(found))
 
     def plot(self, what: str = "activations", *, ax: Axes | None = None) -> Axes:
         """Layers down, steps across: the difference in units of what noise explains.
@@ -218,7 +228,7 @@ class HistoryComparison:
         places = range(0, len(self.steps), _stride(len(self.steps)))
         ax.set_xticks(places, [str(self.steps[at]) for at in places], fontsize=7)
         ax.tick_params(axis="x", labelbottom=True, pad=6)
-        ax.set_xlabel("step", fontsize=8)
+        ax.set_xlabel("\n".join(filter(None, ("step", brain.remark))), fontsize=8)
         return ax
 
     def _brain(self, what: str, columns: Sequence[int]) -> Brain:
@@ -235,7 +245,8 @@ class HistoryComparison:
         subject = "Where two training runs part" if said else "No difference beyond noise"
         return Brain(
             bands=layer_bands(names, "kind"),
-            values=np.where(np.isposinf(values), np.nan, values),
+            values=drawable(values),
+            remark=BRIGHTEST if np.isinf(values).any() else "",
             tokens=TokenTrack([""] * count, np.full(count, np.nan), no, no),
             metric="difference in units of what noise explains",
             normalise="global",
@@ -299,6 +310,10 @@ class HistoryComparison:
         if path is not None:
             save_figure(figure, path, dpi=_DOTS_PER_INCH)
         return figure
+
+
+def _text(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)
 
 
 def _stride(count: int) -> int:

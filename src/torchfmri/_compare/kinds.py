@@ -5,8 +5,9 @@ Each test asks whether one simple change explains nearly all of the difference.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -36,9 +37,7 @@ def kinds_of(
     a: RecordedRows,
     b: RecordedRows,
     threshold: float,
-    *,
-    same_dtype: bool = True,
-    unit: float = 0.0,
+    dtypes: Collection[torch.dtype] = (torch.float64,),
 ) -> list[Kind]:
     """Return the simplest kinds of difference that explain the values; empty if none does.
 
@@ -46,19 +45,23 @@ def kinds_of(
         a: The values of one side.
         b: Those of the other.
         threshold: What relative difference of a row counts.
-        same_dtype: Whether both were computed in one dtype; else fewer bits explain nothing.
-        unit: The rounding of the values, relative to their size: it is left in any case.
+        dtypes: Those in which they were computed: the rounding to them is left in any case, and
+            in several, fewer bits on one side explain nothing.
     """
     one, two = a.values, b.values
+    unit = max(_unit(each) for each in dtypes) / 2
     if one.shape != two.shape:
         turned = _is_turned(one, two)
         return [Kind("transposed", "b is a transposed")] if turned else []
-    if not (one.isfinite().all() and two.isfinite().all()):
-        bad = [name for name, x in (("a", one), ("b", two)) if not x.isfinite().all()]
-        if len(bad) == 1:
-            return [Kind("nonfinite", f"only {bad[0]} has NaN or infinite values")]
-        return []
+    bad = ~one.isfinite(), ~two.isfinite()
+    if not torch.equal(*bad):
+        counts = [int(each.sum()) for each in bad]
+        said = f"{counts[0]:,} values of a and {counts[1]:,} of b are NaN or infinite"
+        if not all(counts):
+            said = f"only {'a' if counts[0] else 'b'} has NaN or infinite values"
+        return [Kind("nonfinite", said)]
     gaps = relative(one, two)
+    one, two = one.masked_fill(bad[0], 0), two.masked_fill(bad[1], 0)
     found = _position_kinds(a, gaps > threshold)
     differing = gaps > threshold
     tests: tuple[Callable[[Tensor, Tensor, float], Kind | None], ...] = (
@@ -71,12 +74,14 @@ def kinds_of(
     shifted = _shifted_positions(a, b, threshold)
     if shifted is not None:
         return [shifted]
+    if differing.any() and (zero := _zero(one[differing], two[differing])) is not None:
+        return [zero, *found]
     rows = differing if int(differing.sum()) >= _TOKENS else torch.ones_like(differing)
     for test in tests:
         kind = test(one[rows], two[rows], unit)
         if kind is not None:
             return [kind, *found]
-    precision = _precision(one[rows], two[rows]) if same_dtype else None
+    precision = _precision(one[rows], two[rows]) if len(dtypes) == 1 else None
     return found if precision is None else [precision, *found]
 
 
@@ -85,6 +90,14 @@ def _explains(one: Tensor, two: Tensor, explained: Tensor, unit: float) -> bool:
     left, gap = (two - explained).norm(), (two - one).norm().clamp_min(1e-300)
     rounding = min(unit * float(two.norm()), _MOST_LEFT * float(gap))
     return float(left) <= max(_EXPLAINED * float(gap), rounding)
+
+
+def _zero(one: Tensor, two: Tensor) -> Kind | None:
+    """Return a factor of zero: all values of one side are lost where the two differ."""
+    for side, values, other in (("a", one, two), ("b", two, one)):
+        if not values.any() and int((other != 0).sum()) >= _TOKENS:
+            return Kind("factor", f"{side} is zero there")
+    return None
 
 
 def _factor(one: Tensor, two: Tensor, unit: float) -> Kind | None:
@@ -228,12 +241,15 @@ def _is_turned(one: Tensor, two: Tensor) -> bool:
 
 def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
     """Return how a parameter or buffer of b differs from that of a; None if they are equal."""
-    if one.shape == two.shape and is_same(one, two):
-        return None
-    x, y = one.detach().double().cpu(), two.detach().double().cpu()
-    turned = x.ndim == 2 and x.shape == y.T.shape and torch.allclose(x, y.T, rtol=1e-2)
-    if turned and not (x.shape == y.shape and torch.allclose(x, y, rtol=1e-2)):
-        return Kind("transposed", f"{name} is transposed")
+    one, two = one.detach().cpu(), two.detach().cpu()
+    if one.squeeze().shape == two.squeeze().shape:  # a Linear, and a convolution of width 1
+        two = two.reshape(one.shape)
+        if is_same(one, two):
+            return None
+    x, y = one.double(), two.double()
+    if axes := _turned_axes(x, y):
+        said = "" if x.ndim == 2 else f": its axes {axes[0]} and {axes[1]} are swapped"
+        return Kind("transposed", f"{name} is transposed{said}")
     if x.shape != y.shape:
         return Kind("shape", f"{name} is {tuple(x.shape)} in a and {tuple(y.shape)} in b")
     if not (x.isfinite().all() and y.isfinite().all()):
@@ -256,6 +272,17 @@ def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
         if kind is not None:
             return Kind(kind.name, f"{name}: {kind.text}")
     return Kind("parameter", f"{name} differs by {_distance(x, y):.1e}")
+
+
+def _turned_axes(x: Tensor, y: Tensor) -> tuple[int, int] | None:
+    """Return which two axes of y must be swapped for it to be x; None if it is x, or never is."""
+    if x.shape == y.shape and torch.allclose(x, y, rtol=1e-2):
+        return None
+    for axes in itertools.combinations(range(x.ndim), 2):
+        turned = y.transpose(*axes) if y.ndim == x.ndim else y
+        if turned.shape == x.shape and torch.allclose(x, turned, rtol=1e-2):
+            return axes
+    return None
 
 
 def _nonfinite(name: str, x: Tensor, y: Tensor) -> Kind | None:

@@ -9,6 +9,8 @@ for the user, since a wrong pair looks like a difference.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -20,7 +22,7 @@ from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.recording import Recording
 from torchfmri._compare.side import Side
-from torchfmri._compare.weights import match_by_place, match_by_weights
+from torchfmri._compare.weights import match_by_place, match_by_weights, parameter_shapes
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
@@ -55,27 +57,25 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
     """
     a, b = one.recording, two.recording
     layers_a, layers_b = a.layers, b.layers
-    pairs = _given(names or {}, layers_a, layers_b)
-    taken = set(pairs.values())
-    pairs |= {
-        each: each for each in layers_a if each in set(layers_b) - taken and each not in pairs
-    }
+    given = _given(names or {}, layers_a, layers_b)
+    taken = set(given.values())
+    same = {each: each for each in layers_a if each in set(layers_b) - taken and each not in given}
+    pairs = given | same
+    by_ending = _by_ending(_without(layers_a, pairs), _without(layers_b, pairs.values()))
+    pairs |= by_ending
     doubts = []
-    rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
-    by_ending = _by_ending(rest_a, rest_b)
-    if by_ending:
-        doubts.append(_doubt(by_ending, "by the end of the name"))
-        pairs |= by_ending
-    rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
-    if _are_few(pairs, layers_a, layers_b):
-        by_weights = match_by_weights(one.modules, two.modules, (rest_a, rest_b), pairs)
-        if by_weights:
+    kept = {each: pairs[each] for each in _credible(pairs, given, one, two)}
+    if len(kept) < len(pairs) or _are_few(pairs, layers_a, layers_b):
+        rest = _without(layers_a, kept), _without(layers_b, kept.values())
+        by_weights = match_by_weights(one.modules, two.modules, rest, kept)
+        known = kept | by_weights
+        by_place = match_by_place(one.modules, two.modules, (layers_a, layers_b), known)
+        if by_weights and len(known) + len(by_place) >= len(pairs):
+            pairs = known | by_place
             doubts.append(_doubt(by_weights, "by their weights"))
-            pairs |= by_weights
-            by_place = match_by_place(one.modules, two.modules, (layers_a, layers_b), pairs)
-            if by_place:
-                doubts.append(_doubt(by_place, "by place and shape"))
-                pairs |= by_place
+            doubts += [_doubt(by_place, "by place and shape")] if by_place else []
+    by_ending = {each: pairs[each] for each in by_ending if pairs.get(each) == by_ending[each]}
+    doubts[:0] = [_doubt(by_ending, "by the end of the name")] if by_ending else []
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
     if _are_few(pairs, layers_a, layers_b):
         by_order = _by_order(a, b, rest_a, rest_b)
@@ -93,6 +93,41 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
     _check_exported("a", "b", a, rest_a, layers_b)
     _check_exported("b", "a", b, rest_b, layers_a)
     return Matching(pairs, tuple(rest_a), tuple(rest_b), "; ".join(doubts))
+
+
+def _credible(
+    pairs: Mapping[str, str], given: Mapping[str, str], one: Side, two: Side
+) -> list[str]:
+    """Return the layers of a whose partner by name can be the same layer.
+
+    The numbers in a Sequential are places and no names: one layer more moves all that follow. Other
+    names are doubted only if more than half of them mean other layers.
+    """
+    wrong = {
+        each
+        for each, other in pairs.items()
+        if each not in given and not _fit(one.modules.get(each), two.modules.get(other))
+    }
+    if 2 * len(wrong) <= len(pairs):
+        parents = {_parent(each) for each in wrong if _is_numbered(each)}
+        wrong = {each for each in pairs if _is_numbered(each) and _parent(each) in parents}
+    return [each for each in pairs if each in given or each not in wrong]
+
+
+def _is_numbered(layer: str) -> bool:
+    return layer.rpartition(".")[2].isdigit()
+
+
+def _parent(layer: str) -> str:
+    return layer.rpartition(".")[0]
+
+
+def _fit(one: nn.Module | None, two: nn.Module | None) -> bool:
+    """Whether two modules can be the same layer: both with layers inside, or of equal shapes."""
+    if one is None or two is None:
+        return True
+    inside = [next(each.children(), None) is not None for each in (one, two)]
+    return inside[0] == inside[1] and parameter_shapes(one) == parameter_shapes(two)
 
 
 def _check_exported(
@@ -126,6 +161,24 @@ def missing_layers(
         if held:
             more = "" if len(held) == 1 else f" and {plural(len(held) - 1, 'more layer')}"
             yield Kind("missing_layer", f"only {side} has {held[0]!r}{more}")
+
+
+def other_order(a: Recording, b: Recording, matching: Matching, layer: str) -> Iterator[Kind]:
+    """Yield which layers, inside the one that differs, run in another order.
+
+    Args:
+        a: One side.
+        b: The other.
+        matching: Which layers are partners.
+        layer: The layer of a that differs.
+    """
+    order = {each: at for at, each in enumerate(b.layers)}
+    inside = [each for each in a.layers if each in matching.pairs and each.startswith(f"{layer}.")]
+    known = [each for each in (inside if layer else a.layers) if matching.pairs.get(each) in order]
+    for one, two in itertools.pairwise(known):
+        if order[matching.pairs[one]] > order[matching.pairs[two]]:
+            yield Kind("order", f"{one!r} runs before {two!r} in a, and after it in b")
+            return
 
 
 def unmatched_before(a: Recording, b: Recording, matching: Matching, layer: str) -> Iterator[Kind]:
@@ -169,6 +222,12 @@ def _given(names: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> dict
                 f"names={{{absent[0]!r}: ...}}: {side} has no such layer, only {listed(known)}. "
                 "Map layers of a to layers of b."
             )
+    twice = [each for each, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        ours = [each for each, other in names.items() if other == twice[0]]
+        raise InspectionError(
+            f"names= maps {listed(ours)} of a to {twice[0]!r} of b. Map each to a layer of its own."
+        )
     return dict(names)
 
 

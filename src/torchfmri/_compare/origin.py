@@ -52,7 +52,7 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
         names: Layer of a -> layer of b.
     """
     layer = pair.place.layer
-    if a.run is None or b.run is None or a.run.is_compiled or b.run.is_compiled:
+    if a.run is None or b.run is None or a.is_compiled or b.is_compiled:
         return Origin(layer)
     if pair.direction == FORWARD:
         around = [each for each in _around(layer) if each in names]
@@ -60,7 +60,10 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
         same = _agreeing(pair, given)
         # Nothing agrees where the data differ: the first layer that shows it is what can be said.
         layer = next((each for each in around if same.get(each)), layer)
-        return Origin(layer, tuple(given.mask_kinds(layer, pair)))
+        found = [*given.mask_kinds(layer, pair)]
+        if layer != pair.place.layer:  # what the code around it computed is what it was given
+            found += given.value_kinds(pair.place.layer, pair)
+        return Origin(layer, tuple(found))
     if pair.direction == BACKWARD:
         return _origin_backward(pair, pairs, a, b, names)
     return Origin(layer)
@@ -89,7 +92,7 @@ def _origin_backward(
     wrong = [each for each in later if same.get(each) is False]
     if wrong:
         layer = min(wrong, key=lambda each: -each.count("."))
-        return Origin(layer, tuple(given.gradient_kinds(layer, pair)))
+        return Origin(layer, tuple(given.value_kinds(layer, pair)))
     # Code between layers did it, of the module around them whose own gradient agrees.
     differing = {each.place.layer for each in pairs if each.differs}
     outer = (each for each in _around(layer)[1:] if each in before)
@@ -228,15 +231,15 @@ class _Given:
                 count = f"{int((mask != other).sum()):,} of {mask.numel():,} values"
                 yield Kind("mask", f"{path!r} that {layer!r} is given differs in {count}")
 
-    def gradient_kinds(self, layer: str, pair: Pair) -> Iterator[Kind]:
-        """Yield how the gradients that a layer gives back differ."""
-        for several in _matched(self.at(layer, pair)):
+    def value_kinds(self, layer: str, pair: Pair) -> list[Kind]:
+        """Return how the first that differs of what a layer is given, or gives back, differs."""
+        for several in _matched([_inputs(each) for each in self.at(layer, pair)]):
             tables = self.tables(several)
             if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
                 rows = [self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)]
-                unit = max(torch.finfo(several[at].dtype).eps / 2 for at in (0, 2))
-                yield from kinds_of(rows[0], rows[1], pair.threshold, unit=unit)
-                return
+                dtypes = {several[at].dtype for at in (0, 2)}
+                return kinds_of(rows[0], rows[1], pair.threshold, dtypes)
+        return []
 
 
 def _agreeing(pair: Pair, given: _Given) -> dict[str, bool]:

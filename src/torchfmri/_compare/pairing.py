@@ -16,9 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfmri._compare.arrangement import has_own_order, in_order, is_transposed
+from torchfmri._compare.arrangement import in_other_order, is_transposed
 from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Pair
+from torchfmri._compare.left_out import (
+    note_left_out,
+    without_details,
+    without_frozen,
+    without_positions,
+)
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import (
     BACKWARD,
@@ -29,11 +35,11 @@ from torchfmri._compare.recording import (
     RecordedRows,
     Recording,
     relative,
+    rows_of_both,
 )
 from torchfmri._compare.repetition import LEAST_UNITS, LEAST_VALUES, Repetition, repetition_of
 from torchfmri._compare.side import Side
 from torchfmri._records import Value
-from torchfmri._text import listed, plural
 
 _ROUNDING = {
     torch.float64: 1e-9,
@@ -49,9 +55,11 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
     """Return all pairs, direction by direction, in the order in which a computes its tensors."""
     found, left_out = [], []
     same_layout = a.recording.layout == b.recording.layout
-    same_trained = _trained_layers(a, matching.pairs) == _trained_layers(
-        b, {other: one for one, other in matching.pairs.items()}
+    trained = (
+        _trained_layers(a, matching.pairs),
+        _trained_layers(b, {other: one for one, other in matching.pairs.items()}),
     )
+    same_trained = None in trained or trained[0] == trained[1]
     for direction, what in WHAT.items():
         if not (a.recording.places(direction) and b.recording.places(direction)):
             continue
@@ -83,55 +91,12 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
             # Gradients reach other layers where other layers are trained.
             found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
         if direction == PARAMETERS and not same_trained:
-            found = _without_frozen(found, a, b, matching.pairs)
-    found = _without_details(found, a)
-    _note_left_out(a, b, left_out)
+            found = without_frozen(found, a, b, matching.pairs)
+    found = without_details(found, a)
+    if not same_layout:
+        found = without_positions(found, a)
+    note_left_out(a, b, left_out)
     return found
-
-
-def _note_left_out(a: Side, b: Side, left_out: Sequence[str]) -> None:
-    """Say which tensors were not compared, and why."""
-    for side in (a, b):
-        if layers := sorted({layer for layer, _ in side.recording.left_out}):
-            side.notes.append(
-                "tensors of several calls that do not fit together were not compared: of "
-                f"{listed([each or 'the model' for each in layers])}"
-            )
-    if left_out:
-        a.notes.append(
-            f"{plural(len(left_out), 'tensor')} not compared, because the two batches are laid out "
-            "differently, and so are these (no token axis, or attention weights): of "
-            f"{listed(list(dict.fromkeys(left_out)))}"
-        )
-
-
-def _without_details(pairs: list[Pair], a: Side) -> list[Pair]:
-    """Leave out tensors without tokens that have other shapes or calls, inside a module that has.
-
-    Such as the rows of experts, which one implementation computes one by one and another at once.
-    The output of the module around them is compared.
-    """
-    whole = {p.place.layer for p in pairs if p.direction == FORWARD and p.grid is not None}
-    details = set()
-    for pair in pairs:
-        rows = a.recording.rows(pair.place) if a.recording.value(pair.place) is not None else None
-        if (
-            a.recording.grids
-            and pair.direction == FORWARD
-            and pair.is_structural
-            and (rows is None or rows.grid is None)
-        ):
-            around = pair.place.layer
-            while around and around not in whole:
-                around = around.rpartition(".")[0]
-            if around in whole and around != pair.place.layer:
-                details.add(pair.place.layer)
-    if details:
-        a.notes.append(
-            f"not compared, because the two compute it in other parts: {listed(sorted(details))}"
-        )
-    kept = (pair for pair in pairs if pair.place.layer not in details)
-    return [*kept, *(p for p in pairs if p.place.layer in details and p.direction == PARAMETERS)]
 
 
 def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | None:
@@ -143,25 +108,6 @@ def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | N
         for layer, module in side.modules.items()
         if any(each.requires_grad for each in module.parameters(recurse=False))
     }
-
-
-def _without_frozen(pairs: list[Pair], a: Side, b: Side, names: Mapping[str, str]) -> list[Pair]:
-    """Leave out gradients that a side lacks because it does not train the parameter."""
-
-    def is_frozen(pair: Pair) -> bool:
-        layer, name = pair.place.layer, pair.place.element
-        held = [own_tensors(side.modules[at]).get(name)
-                for side, at in ((a, layer), (b, names[layer])) if at in side.modules]  # fmt: skip
-        return any(each is not None and not each.requires_grad for each in held)
-
-    frozen = [p for p in pairs if p.direction == PARAMETERS and not p.partner and is_frozen(p)]
-    if frozen:
-        layers = listed(list(dict.fromkeys(pair.place.layer for pair in frozen)))
-        a.notes.append(
-            f"the gradients of {plural(len(frozen), 'parameter')} were not compared, because only "
-            f"one side trains them: of {layers}"
-        )
-    return [pair for pair in pairs if pair not in frozen]
 
 
 def _add_only_b(
@@ -307,7 +253,7 @@ def _pair(
     spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
     turned = is_transposed(a, b, place, partner)
-    one, two = a.recording.rows(place), b.recording.rows(partner, transposed=turned)
+    one, two = rows_of_both(a.recording, b.recording, place, partner, transposed=turned)
     grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
     if one is None or two is None:
@@ -317,18 +263,14 @@ def _pair(
         if value is not None and gap < math.inf:
             bad = value.statistics
             nonfinite = "NaN" if bad.nan else "infinite" if bad.inf else ""
-    elif one.values.shape != two.values.shape:
+    elif (both := _alike(a, b, place, partner, one, two, threshold)) is None:
         shapes = [side.recording.value(each) for side, each in ((a, place), (b, partner))]
         said = " against ".join(str(each.shape) for each in shapes if each is not None)
         gaps, reason = np.array([math.inf]), f"shape {said}"
     else:
+        one, two = both
         gaps = relative(one.values, two.values).numpy()
         grid = one.grid if two.grid is not None else None
-        if gaps.max(initial=0.0) > threshold and has_own_order(a, place):
-            ordered = in_order(a, b, place, partner)
-            if ordered is not None and float(relative(*ordered).max()) <= threshold:
-                one, two = (RecordedRows(values=each, grid=None) for each in ordered)
-                gaps = relative(one.values, two.values).numpy()
         apart = (one.values - two.values).abs()
         largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
         # A scan has NaN where a gradient was not measured.
@@ -344,6 +286,20 @@ def _pair(
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
         repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
     )  # fmt: skip
+
+
+def _alike(
+    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, one: RecordedRows,
+    two: RecordedRows, threshold: float,
+) -> tuple[RecordedRows, RecordedRows] | None:  # fmt: skip
+    """Return the rows of both in another order where they agree then; None for other shapes."""
+    same = one.values.shape == two.values.shape
+    if same and float(relative(one.values, two.values).max()) <= threshold:
+        return one, two
+    for rows in in_other_order(a, b, place, partner):
+        if float(relative(rows[0].values, rows[1].values).max()) <= threshold:
+            return rows
+    return (one, two) if same else None
 
 
 def _nonfinite_in_both(one: Tensor, two: Tensor) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfmri._compare.difference import Difference, Pair
+from torchfmri._compare.difference import BRIGHTEST, Difference, Pair, drawable
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
 from torchfmri._scan import layer_bands, outline_of
@@ -73,20 +73,16 @@ def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
         heights = np.array(values, float)
         drawn = np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
         if np.isfinite(drawn).any():
-            ax.plot(
-                at,
-                drawn,
-                color=colour,
-                linestyle=dashes,
-                marker=marker,
-                markersize=3,
-                linewidth=1.4,
-                label=label,
-            )
-    positive = [pair.worst for pair in shown if 0 < pair.worst < np.inf]
-    positive += [pair.threshold for pair in shown if 0 < pair.threshold < np.inf]
-    if positive:
+            style: Any = {"linestyle": dashes, "marker": marker, "markersize": 3}
+            ax.plot(at, drawn, color=colour, linewidth=1.4, label=label, **style)
+    infinite = [index for index, pair in enumerate(shown) if pair.worst == np.inf]
+    if infinite:  # above all others, whatever the scale
+        label, top = "on one side only, NaN or infinite", ax.get_xaxis_transform()
+        ax.plot(infinite, [0.97] * len(infinite), "^", color="#D55E00", transform=top, label=label)
+    scaled = any(0 < each < np.inf for pair in shown for each in (pair.worst, pair.threshold))
+    if scaled:
         ax.set_yscale("log")
+    if scaled or infinite:
         ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
         ax.text(0.5, 0.5, "equal to the last bit", ha="center", va="center", transform=ax.transAxes)
@@ -155,7 +151,6 @@ def _brain(
     if not columns:
         raise InspectionError(f"row={row!r}: the batch has {grid.places[-1][0] + 1} rows, from 0.")
     values = np.stack([pair.beyond[columns] for pair in shown])
-    values = np.where(np.isposinf(values), np.nan, values)
     mark = None
     if first is not None and first.token is not None and first.row == row:
         at = [
@@ -171,10 +166,12 @@ def _brain(
     ]
     said = f"first: {shorten(str(first.place()), 150)}" if first is not None else ""
     which = [f"(row {row} of the batch)"] if grid.places[-1][0] else []
+    remarks = ["all but the darkest are beyond the noise of both sides; the ring is the first"]
+    remarks = (remarks if mark else []) + ([BRIGHTEST] if np.isposinf(values).any() else [])
     subject = "Where two runs part" if first is not None else "No difference beyond noise"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),
-        values=values,
+        values=drawable(values),
         tokens=_track(texts),
         metric=_METRIC,
         normalise="global",
@@ -182,9 +179,7 @@ def _brain(
         subtitle=" ".join([*filter(None, [said]), *which]),
         mark=mark,
         unit=1.0,
-        remark="all but the darkest are beyond the noise of both sides; the ring is the first"
-        if mark
-        else "",
+        remark="; ".join(remarks),
     )
 
 

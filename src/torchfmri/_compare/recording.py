@@ -100,13 +100,15 @@ class Recording:
         """Return the dtype in which the tensor was computed."""
         return self._values[place].dtype
 
-    def rows(self, place: RecordedPlace, *, transposed: bool = False) -> RecordedRows | None:
-        """Return the tensor, or its transpose, as rows; None if only statistics were kept."""
-        value = self._values[place]
-        if not value.has_tensor:
-            return None
-        tensor = self._joined.get(place, value.tensor)
-        return self.as_rows(tensor.T if transposed else tensor, place.what)
+    def tensor(self, place: RecordedPlace) -> Tensor | None:
+        """Return the tensor at a place, of the whole batch; None if only statistics were kept."""
+        value = self._values.get(place)
+        return self._joined.get(place, value.tensor) if value and value.has_tensor else None
+
+    def rows(self, place: RecordedPlace) -> RecordedRows | None:
+        """Return the tensor at a place as rows; None if only statistics were kept."""
+        tensor = self.tensor(place)
+        return None if tensor is None else self.as_rows(tensor, place.what)
 
     def tensors(self, layer: str, call: int, what: str) -> dict[str, Tensor]:
         """Return what a layer was given or returned in one call, by path; parts put together."""
@@ -167,9 +169,12 @@ class Recording:
         return found
 
     def padded(self, place: RecordedPlace) -> Tensor | None:
-        """The values at padded positions, (position, unit); None where there are none."""
+        """The values at padded positions, (position, unit); None where there are none.
+
+        Nor where a tensor was put together of parts, which may have been computed without padding.
+        """
         value = self._values[place]
-        if not value.has_tensor:
+        if not value.has_tensor or place in self._joined:
             return None
         for grid in self.grids:
             rows = grid.rows(value.tensor.detach().cpu(), padded=True)
@@ -304,6 +309,35 @@ class Recording:
                 place = RecordedPlace(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
+
+
+def rows_of_both(
+    a: Recording,
+    b: Recording,
+    place: RecordedPlace,
+    partner: RecordedPlace,
+    *,
+    transposed: bool = False,
+) -> tuple[RecordedRows | None, RecordedRows | None]:
+    """Return two tensors as rows; axes of length 1 that only one side has count for nothing.
+
+    Embeddings of positions may be (1, s, w) or (s, w), and a Linear a convolution of width 1.
+
+    Args:
+        a: One side.
+        b: The other.
+        place: The tensor of a.
+        partner: That of b.
+        transposed: Whether to transpose that of b.
+    """
+    one, two = a.tensor(place), b.tensor(partner)
+    if one is None or two is None:
+        return a.rows(place), b.rows(partner)
+    two = two.T if transposed else two
+    longer = max(one.shape, two.shape, key=len)
+    if one.squeeze().shape == two.squeeze().shape:
+        one, two = one.reshape(longer), two.reshape(longer)
+    return a.as_rows(one, place.what), b.as_rows(two, partner.what)
 
 
 def _is_equal(one: Value, two: Value) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._compare.difference import Floats
-from torchfmri._compare.recording import RecordedPlace
+from torchfmri._compare.recording import RecordedPlace, rows_of_both
 from torchfmri._compare.side import Side
 
 _SIZE, _SIZE_ELSEWHERE = 1.0, 4.0
@@ -127,8 +127,8 @@ def _tables(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> l
     if a.rounded.value(place) is None or b.rounded.value(partner) is None:
         return None
     rows = (
-        a.recording.rows(place), b.recording.rows(partner),
-        a.rounded.rows(place), b.rounded.rows(partner),
-    )  # fmt: skip
+        *rows_of_both(a.recording, b.recording, place, partner),
+        *rows_of_both(a.rounded, b.rounded, place, partner),
+    )
     found = [each.values for each in rows if each is not None]
     return found if len(found) == 4 and len({each.shape for each in found}) == 1 else None

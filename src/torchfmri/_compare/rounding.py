@@ -124,4 +124,4 @@ class _Draw:
         gap = torch.where(wide.isfinite() & around.isfinite(), (size + around) / 2, 0) * unit * sign
         moved = (wide + gap).to(x.dtype)
         # The difference carries no gradient; the backward pass is evaluated at the rounded value.
-        return x + (moved - x.detach()) if x.requires_grad else moved
+        return x + torch.where(gap != 0, moved - x.detach(), 0) if x.requires_grad else moved

@@ -168,6 +168,8 @@ def record(
         back = torch.is_grad_enabled() and any("gradients" in each for each in what)
         if back:
             stack.enter_context(thawed(runnable(run.model), data, notes.append))
+        elif any("gradients" in each for each in what):
+            notes.append("the backward pass was not compared: torch.no_grad() is on")
         inspection = stack.enter_context(inspector.recording())
         _differentiate(run, run.forward(data), notes if back else None, inspection)
     return _passed(run, inspection, notes)

@@ -78,7 +78,6 @@ def run_with(model: str, prompts: Sequence[str], settings: Mapping[str, str]) ->
     prepared = _prepared(named.model.eval(), settings)
     call: Callable[[nn.Module, Any], Any] | None = None
     if cached:
-        data.pop("labels", None)  # a loss needs the whole sequence
         call = _token_by_token
     elif settings.get("quantize"):
         call = _without_gradients
@@ -141,7 +140,8 @@ def _token_by_token(model: nn.Module, data: Any) -> Any:
     cache: dict[str, Any] = {}
     with torch.no_grad():
         for at in range(data["input_ids"].shape[1]):
-            step = {name: each[:, at : at + 1] for name, each in data.items()}
+            # Without labels: a loss needs the whole sequence.
+            step = {name: data[name][:, at : at + 1] for name in data if name != "labels"}
             step["attention_mask"] = data["attention_mask"][:, : at + 1]
             output = model(**step, use_cache=True, **cache)
             cache = {"past_key_values": output.past_key_values}

@@ -27,6 +27,7 @@ from torchfmri._compare.run import (
     record_rounded,
 )
 from torchfmri._model import named_layers
+from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
 _UNSTEADY = 0.01
@@ -81,6 +82,11 @@ class Side:
         """The layers of a live model; empty without one."""
         return {} if self.run is None else named_layers(self.run.model)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is compiled code, which shows no layers."""
+        return self.run is not None and self.run.is_compiled
+
     @cached_property
     def coarsest(self) -> torch.dtype | None:
         """The least precise dtype that the forward pass computed in."""
@@ -97,9 +103,20 @@ def live_side(run: Run, max_bytes: int | None) -> Side:
     """Record a run.
 
     Raises:
-        InspectionError: Its `call` never calls the model.
+        InspectionError: Its data are empty, or its `call` never calls the model.
     """
+    first = next((each.tensor for each in flatten(run.data)), None)
+    if first is not None and not first.numel():
+        raise InspectionError(
+            f"data holds a tensor of shape {tuple(first.shape)}: there is nothing to compare. Give "
+            "at least one row with one token."
+        )
     found = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
+    if isinstance(run.model, torch.jit.ScriptModule):
+        raise InspectionError(
+            f"The {type(run.model).__name__} is TorchScript, which shows no layers. Give the model "
+            "that it was made from."
+        )
     if not any(each.calls for each in found.inspection.values()):
         raise InspectionError(
             f"call={run.call!r:.80} did not run the {type(run.model).__name__}. Call the model "

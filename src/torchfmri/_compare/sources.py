@@ -25,6 +25,7 @@ from torchfmri._compare.hidden_states import import_hidden_states
 from torchfmri._compare.recording import Recording
 from torchfmri._compare.run import RecordedPass, Run
 from torchfmri._compare.side import Side, live_side, measure_repeats
+from torchfmri._explain import add_note
 from torchfmri._files import list_names
 from torchfmri._records import Call, History, Inspection, Record, Value, kind_of
 from torchfmri._scan import Scan, load
@@ -77,18 +78,14 @@ def recorded_data(other: Any) -> Any:
 
 @contextmanager
 def running(name: str, side: Any) -> Iterator[None]:
-    """Name the side whose model raises; the error itself is the cause."""
+    """Note at an error of a model or its loss which side raised it; the error passes through."""
     try:
         yield
-    except InspectionError:
-        raise
     except Exception as error:
-        if not isinstance(side, Run):
-            raise
-        raise InspectionError(
-            f"The model of {name} (a {type(side.model).__name__}), or its loss, raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        if isinstance(side, Run) and not isinstance(error, InspectionError):
+            kind = type(side.model).__name__
+            add_note(error, f"torchfmri.compare: raised while {name} was run, a {kind}")
+        raise
 
 
 def side_of(given: Any, name: str, max_bytes: int | None) -> Side:
@@ -129,15 +126,31 @@ def inspection_grids(inspection: Inspection) -> list[PositionGrid]:
     return [PositionGrid(kept=kept, order=tuple(range(shape[0])), ids=ids)]
 
 
+def _finishing(layers: Sequence[str]) -> list[str]:
+    """Return layers in the order in which they finish: a module after the layers inside it."""
+    found: list[str] = []
+    running: list[str] = []
+    for layer in layers:
+        while running and not _is_inside(layer, running[-1]):
+            found.append(running.pop())
+        running.append(layer)
+    return [*found, *reversed(running)]
+
+
+def _is_inside(layer: str, other: str) -> bool:
+    return not other or layer.startswith(f"{other}.")
+
+
 def scan_side(scan: Scan) -> Side:
     """The first sequence of a scan: the size of each layer's values at each token."""
     if not len(scan):
         raise InspectionError("The scan has no sequences: there is nothing to compare.")
     sequence = scan[0]
     records = {}
-    for column, layer in enumerate(scan.anatomy.layers):
+    for order, layer in enumerate(_finishing(scan.anatomy.layers)):
+        column = scan.anatomy.layers.index(layer)
         record = Record(layer, scan.anatomy.types[column], frozenset({"activations", "gradients"}))
-        call = Call(layer, 0, column)
+        call = Call(layer, 0, order)
         for metric, what in (("activation", "activations"), ("gradient", "gradients")):
             if metric not in sequence.layers:
                 continue
@@ -154,6 +167,9 @@ def scan_side(scan: Scan) -> Side:
     grid = PositionGrid(kept=torch.ones_like(ids, dtype=torch.bool), order=(0,), ids=ids)
     inspection = Inspection(str(scan.meta.get("model", "scan")), records)
     side = Side(Recording(RecordedPass(inspection, [grid], batch=1), "rms"))
-    side.notes.append("a scan holds the size of each token's values, so sizes were compared")
+    side.notes.append(
+        "a scan holds the size of each token's values, so sizes were compared; it does not say "
+        "which of the layers in a module runs first: they are compared in the order of the model"
+    )
     side.tokens = list(sequence.tokens.pieces)
     return side

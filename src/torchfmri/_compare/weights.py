@@ -76,15 +76,24 @@ def match_by_place(
     """
     taken = (set(known), set(known.values()))
     keys = [
-        _grouped({n: _parameter_shapes(side[n]) for n in names if n in side and n not in own})
+        _grouped({n: _place_key(side[n]) for n in names if n in side and n not in own})
         for side, names, own in zip((a, b), layers, taken, strict=True)
     ]
     return _match_by_neighbours(keys, layers, known, equal_counts=True)
 
 
-def _parameter_shapes(module: nn.Module) -> tuple[Any, ...]:
+def _place_key(module: nn.Module) -> tuple[Any, ...]:
+    """Return the shapes of the parameters, or what stands for an activation; empty for no key."""
+    shapes = parameter_shapes(module)
+    plain = not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd))
+    alone = next(module.children(), None) is None
+    return shapes or (("without parameters",) if plain and alone else ())
+
+
+def parameter_shapes(module: nn.Module) -> tuple[Any, ...]:
     """Return the shapes of what a module holds itself, whatever they are called."""
-    return tuple(sorted(tuple(sorted(each.shape)) for each in own_tensors(module).values()))
+    tensors = own_tensors(module).values()
+    return tuple(sorted(tuple(sorted(n for n in each.shape if n > 1)) for each in tensors))
 
 
 def _match_by_neighbours(

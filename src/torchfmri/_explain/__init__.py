@@ -6,5 +6,5 @@ from the tensors, and a row in `docs/errors.md`.
 """
 
 from torchfmri._explain.crash import SourceLine, TracebackStep
-from torchfmri._explain.entry_points import explain, explained
+from torchfmri._explain.entry_points import add_note, explain, explained
 from torchfmri._explain.explanation import Explanation

@@ -177,12 +177,12 @@ class _Explained(AbstractContextManager[None]):
         try:
             explanation = explain(error, self._model)
         except Exception as ours:  # the user's error must come through, with a note about ours
-            _add_note(error, f"torchfmri could not explain this: {type(ours).__name__}: {ours}")
+            add_note(error, f"torchfmri could not explain this: {type(ours).__name__}: {ours}")
             return
         known = type(error).__module__.partition(".")[0] in ("builtins", "torch")
         if explanation.recognised and known:
             raise explained_error(error, explanation) from error
-        _add_note(error, f"torchfmri:\n{explanation.body()}")
+        add_note(error, f"torchfmri:\n{explanation.body()}")
 
 
 def _write(crash: Crash, failure: Failure, match: re.Match[str]) -> Explanation:
@@ -297,6 +297,12 @@ def _check_model(model: nn.Module | None) -> None:
         check_module("model", model)
 
 
-def _add_note(error: BaseException, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, which Python prints below it.
+
+    Args:
+        error: The error; it stays the same object with the same message.
+        text: What to say.
+    """
     # Not error.add_note, which fails for classes that forbid setting attributes.
     error.__dict__.setdefault("__notes__", []).append(text)

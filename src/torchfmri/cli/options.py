@@ -107,7 +107,8 @@ def users_code(what: str) -> Iterator[None]:
     except InspectionError:
         raise
     except Exception as error:
-        raise InspectionError(f"{what} raised {type(error).__name__}: {error}") from error
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise InspectionError(f"{what} raised {type(error).__name__}: {error}{notes}") from error
 
 
 def subject_of(spec: str, needs_data: bool = True) -> Subject:

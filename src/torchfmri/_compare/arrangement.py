@@ -1,6 +1,6 @@
 """Recognize values that both sides hold in another arrangement.
 
-`pairing` and `comparison` ask here for two tensors in orders in which they may agree (axes turned,
+`pairing` asks here for two tensors in orders in which they may agree (axes turned,
 rows of experts sorted, the experts of a token by number), and whether b keeps a weight transposed.
 Rows are sorted by one random projection, drawn with a fixed seed: both sides must use the same one,
 or equal rows would not meet. A square weight has the same shape when it is transposed, so

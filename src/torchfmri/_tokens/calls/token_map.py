@@ -319,6 +319,9 @@ class Tracing:
             found.is_dynamic |= origins.is_dynamic
         for layer, handed in self._owners:
             found.owners[layer].append(handed)
+            for number, each in enumerate(handed.origins):
+                if each is not None and not self.trace.steps.is_step(each):
+                    handed.origins[number] = self.trace.recurrences.settled(each)
             known = [each for each in handed.origins if each is not None]
             found.is_dynamic |= any(each.is_dynamic for each in known)
         return found

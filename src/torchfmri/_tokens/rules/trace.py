@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.joins import Joins
 from torchfmri._tokens.rules.layouts import Layouts
-from torchfmri._tokens.rules.moves import MOVES, name_of, tensors_in, window
+from torchfmri._tokens.rules.moves import BY_IDS, MOVES, name_of, tensors_in, window
 from torchfmri._tokens.rules.numbers import (
     NOBODY,
     UNKNOWN,
@@ -30,6 +30,8 @@ from torchfmri._tokens.rules.numbers import (
 from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import written
+from torchfmri._tokens.rules.proof import Reach
+from torchfmri._tokens.rules.reaches import Reaches, data, token_of
 from torchfmri._tokens.rules.recurrences import Recurrences
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import StepUse
@@ -61,6 +63,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self.layouts = Layouts(self.sources, self.grids)
         self.steps = Steps(self.sources, self.grids, self.recurrences)
         self.joins = Joins(self.sources, self.grids, self.steps)
+        self.reaches = Reaches(self.recurrences.proof, self.steps, self.grids)
         self.sums = Sums(self.sources, self.grids, self.layouts, self.joins)
         self._origins: dict[int, Origins] = {}
         self._leaves: dict[int, frozenset[str]] = {}
@@ -101,7 +104,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             if base is not None and id(base) in self._written:
                 whole = self._origins[id(base)]
                 seen = window(whole.first, base, tensor)
-                return whole.like(seen) if found is None else found.like(seen)
+                known = whole if found is None else found
+                return known.but(first=seen, second=None, reach=whole.reach)
         return found
 
     def is_data(self, tensor: Tensor) -> bool:
@@ -288,9 +292,13 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             return
         named = {"function": function, "name": name, "arguments": arguments, "keywords": keywords}
         call = TokenRules(trace=self, results=results, **named)
+        by_entry = torch.Tag.pointwise in tags
+        read = self._read(name, operands)
         for each, found in zip(results, call.origins(), strict=True):
             if found is None:
                 continue
+            begun = by_entry and found.has_begun and call.has_constants(each.shape)
+            found = replace(found, reach=self._reach(found, read, name, by_entry, begun))
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
@@ -305,6 +313,23 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self._follow_mask(name, arguments, operands, results)
         if results and results[0] is arguments[0] and function._schema.is_mutable:
             self._write_to_base(arguments[0])
+
+    def _read(self, name: str, operands: Sequence[Tensor]) -> list[Origins]:
+        """The origins of the operands whose values the result has."""
+        operands = operands[1:] if name == "copy" else operands
+        if name in BY_IDS and self.origins(operands[0]) is not None:
+            operands = operands[:1]
+        return [each for each in map(self.origins, operands) if each is not None]
+
+    def _reach(
+        self, found: Origins, read: Sequence[Origins], name: str, by_entry: bool, begun: bool
+    ) -> Mapping[int, Reach]:
+        """The rows of which the rows of a result were computed."""
+        reach = self.reaches.of_result(found, read, name, by_entry, self.count)
+        if begun and self.steps.is_step(found):
+            token = token_of(found)
+            reach = {token: self.recurrences.proof.begun(reach.get(token) or data(found))}
+        return reach
 
     def _over(self, found: Origins, is_moved: bool) -> Origins:
         """These origins; what is no step has left its recurrence."""
@@ -368,6 +393,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         if use.is_first:
             self.steps.meet_constants(found)
         self.recurrences.add(use, found.chain)
+        token = token_of(found)
+        found.reach = {token: self.recurrences.proof.used(use, found.reach.get(token) or data(found))}
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}
 
@@ -436,10 +463,11 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         first.copy_(constant(NOBODY, base) if old is None else old.told().first)
         place = window(first, base, tensor)
         place.copy_(written(found, first, place.clone(), found.first, self.sources))
+        reach = self.reaches.written({} if old is None else old.reach, found, place)
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = None if self.steps.is_one_step(found) else self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)
-        made = found.but(first=first, second=None, is_dynamic=dynamic)
+        made = found.but(first=first, second=None, is_dynamic=dynamic, reach=reach)
         several = [found] if old is None else [old, found]
         self.set(base, self._with_history(made, several))
         self._written.add(id(base))

@@ -125,7 +125,7 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
         for tensor, origins in inputs:
             self._kept.append(tensor)
             if origins is not None:  # uses of the pass in which it was called are not ours
-                self.set(tensor, origins.but(chain={}, pair=None, walk=None))
+                self.set(tensor, origins.but(chain={}, pair=None, walk=None, reach={}))
 
     def leaves(self, tensor: Tensor) -> frozenset[str]:
         """The parameters of which a tensor was computed, where it depends on nothing else."""

@@ -30,7 +30,7 @@ from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import REASON, StepUse
 from torchfmri._tokens.rules.trace import TokenTrace
-from torchfmri._torch import Aside, Element, flatten_arguments
+from torchfmri._torch import Aside, Element, flatten, flatten_arguments
 
 _ASSUMED = (
     "the layers do not say which axis of an argument the positions are: they are taken to be the "
@@ -259,6 +259,13 @@ class Tracing:
         """Tell a call that is run again later which tokens its arguments have."""
         call.tokens = self.owner(call.layer, arguments)
         self._calls.append(call)
+
+    def recurrent_called(self, output: object) -> None:
+        """Take the rows that a recurrent layer returned for data: its steps need no proof."""
+        tensors = [each.tensor for each in flatten(output)]
+        self.trace.take_as_data(tensors)
+        if self.second is not None:
+            self.second.trace.take_as_data(tensors)
 
     def _name_sources(self, layer: str) -> None:
         """New grids of positions are called after the layer that made them."""

@@ -448,6 +448,7 @@ class TokenRules(OperatorCall):
             numbers = torch.where(matrix.any(-1, keepdim=True), numbers, NOBODY)
             numbers = numbers if is_left else numbers.mT
             dynamic = found.is_dynamic or not self.trace.is_fixed(matrix)
+            self.is_move = True
             first = numbers.expand(self.results[0].shape)
             return found.but(first=first, second=None, is_dynamic=dynamic)
         return None

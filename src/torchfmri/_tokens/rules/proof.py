@@ -25,6 +25,7 @@ from torchfmri._tokens.rules.step_uses import StepUse
 # so that the states of two walks over the same rows are told apart.
 Positions = frozenset[int]
 WALK = -10
+VERSION = 1 << 40  # what is added to the tokens of rows that an earlier walk has made
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
     """The rows that a row was computed from.
@@ -34,8 +35,8 @@ class Reach:
         uses: The uses of parameters on the way that reach as far.
         again: The shorter reaches that were joined with it since it reaches as far, and how often.
         has_begun: Constants stood beside it, or uses on them: a state to begin with.
+        is_placed: It was written over the row of its token, and belongs there.
         born: When its row was taken out of a sequence, as a number of operations.
-        rests: Rows of other recurrences that were read as data, and their tokens.
     """
 
     positions: Positions
@@ -43,7 +44,12 @@ class Reach:
     again: Mapping[Positions, int] = field(default_factory=dict)
     has_begun: bool = False
     born: int = 0
-    rests: frozenset[tuple[int, Reach]] = frozenset()
+    is_placed: bool = False
+
+
+# Rows that walks have made before they became data, by the tokens that they have.
+Rests = frozenset[tuple[int, Reach]]
+NONE: Rests = frozenset()
 
 
 class Proof:
@@ -56,6 +62,7 @@ class Proof:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._walks: dict[Positions, int] = {}
+        self._rests: dict[StepUse, Rests] = {}
         self._of: dict[StepUse, Reach] = {}
         self._grown: dict[Positions, set[Positions]] = defaultdict(set)
         self._next: dict[StepUse, set[Positions]] = defaultdict(set)
@@ -97,12 +104,13 @@ class Proof:
             known = self._again[positions]
             known |= {each: max(known.get(each, 0), times) for each, times in again.items()}
         begun = any(each.has_begun for each in longest)
-        rests = frozenset[tuple[int, Reach]]().union(*(each.rests for each in several))
-        return Reach(positions, uses, again, begun, max(each.born for each in several), rests)
+        return Reach(positions, uses, again, begun, max(each.born for each in several))
 
     def _united(self, several: Sequence[Reach]) -> Positions:
         """The rows of several reaches, and the walk of the one that has the others in it."""
         reals = Positions().union(*(rows(each.positions) for each in several))
+        if len({token_at(each) for each in reals}) == 1:
+            return Positions({max(reals)})  # data and rows of an earlier walk, at one token
         whole = [each.positions for each in several if len(rows(each.positions)) > 1]
         if not whole:
             return reals | ({self._walk(reals)} if len(reals) > 1 else set())
@@ -122,8 +130,9 @@ class Proof:
                 theirs = frozenset(leaf for use in other.uses for leaf in use.leaves)
                 self._sides[one.positions, other.positions].add((ours, theirs))
 
-    def used(self, use: StepUse, reach: Reach) -> Reach:
+    def used(self, use: StepUse, reach: Reach, rests: Rests) -> Reach:
         """The reach of the result of a use."""
+        self._rests[use] = rests
         self._of[use] = reach = self.begun(reach) if use.is_start else reach
         return replace(reach, uses=reach.uses | {use})
 
@@ -145,15 +154,16 @@ class Proof:
             self._last[positions] = None  # while it is looked for
             found = [
                 position for position in reals
-                if not self._is_sample(position)
+                if not self.is_sample(position)
                 and positions in self._grown.get(without(positions, position), ())
                 and self._is_state(without(positions, position), positions)
             ]  # fmt: skip
             self._last[positions] = found[0] if len(found) == 1 else None
         return self._last[positions]
 
-    def _is_sample(self, token: int) -> bool:
-        return token >= 0 and bool(self._sources.is_sample(torch.tensor(token)))
+    def is_sample(self, token: int) -> bool:
+        """Whether a token is a whole sample."""
+        return token >= 0 and bool(self._sources.is_sample(torch.tensor(token_at(token))))
 
     def _is_state(self, before: Positions, after: Positions) -> bool:
         """Whether the shorter of two reaches was the state, and the position between them new."""
@@ -162,7 +172,7 @@ class Proof:
         if len(before) > 1:
             return True
         new = rows(after) - before
-        if self._is_sample(min(before)):
+        if self.is_sample(min(before)):
             return True
         if (before in self._begun) != (new in self._begun):
             return before in self._begun
@@ -200,14 +210,16 @@ class Proof:
 
     def is_row(self, token: int, reach: Reach) -> bool:
         """Whether a row that was made by a recurrence is at its own token for sure."""
-        chain = self._chain(reach.positions)
-        if self.last(reach.positions) != token or chain is None:
-            return len(reach.positions) == 1 and token in reach.positions
-        return self._is_regular(reach, chain)
+        if reach.is_placed or self.is_sample(token):
+            return True
+        chain, last = self._chain(reach.positions), self.last(reach.positions)
+        if last is None or token_at(last) != token:
+            return False
+        return len(reach.positions) == 1 or (chain is not None and self._is_regular(reach, chain))
 
     def holds(self, use: StepUse) -> bool:
         """Whether the rows of other recurrences that were read on the way are at their tokens."""
-        return all(self.is_row(token, reach) for token, reach in self._of[use].rests)
+        return all(self.is_row(token, reach) for token, reach in self._rests[use])
 
     def _is_regular(self, reach: Reach, chain: Sequence[Positions]) -> bool:
         """Whether all that was joined again is joined again as often at another step."""
@@ -258,6 +270,8 @@ class Proof:
             return not self._next[use]
         if positions in self._begun and not self._of[use].has_begun:
             return True  # the row that the first step takes in
+        if self._of[use].has_begun and self._grown.get(positions):
+            return False  # a state, if nothing else was made of it as well
         return all(self.last(each) in positions for each in self._next[use])
 
     def _is_each_row(
@@ -279,12 +293,13 @@ class Proof:
         if any(self._of[each].positions != chain[0] for each in starts):
             return {}
         after = self._after_step(levels, bool(starts), chain[0] in self._begun)
+        is_data = not starts and len(levels[0]) < max(map(len, levels))
         if after is None or not self._ends_alike(levels, chain):
             return {}
         found = {each: min(chain[0]) for each in starts}
         for level, uses in enumerate(levels):
             for number, use in enumerate(uses):
-                at = level if number < after else level + 1
+                at = level + (number >= after or (is_data and not level))
                 if at == len(chain) or not self._is_taken_in(use, chain, at):
                     return {}
                 place = self.last(chain[at])
@@ -352,6 +367,11 @@ NEW = ("row", 0)  # the row that a step takes in, once more
 def rows(positions: Positions) -> Positions:
     """The positions without the walk."""
     return frozenset(each for each in positions if each > WALK)
+
+
+def token_at(position: int) -> int:
+    """The token of a position, whether it is one of data or of a walk."""
+    return position % VERSION if position >= 0 else position
 
 
 def without(positions: Positions, position: int) -> Positions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.moves import MOVES
 from torchfmri._tokens.rules.numbers import compact, rows_of
+from torchfmri._tokens.rules.operations import WRITES
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.proof import Proof, Reach
+from torchfmri._tokens.rules.proof import NONE, VERSION, Proof, Reach, Rests
 from torchfmri._tokens.rules.steps import Steps
 
 # These mix rows of one operand, or of two.
@@ -30,11 +32,12 @@ class Reaches:
 
     def __init__(self, proof: Proof, steps: Steps, grids: Grids) -> None:
         self._proof, self._steps, self._grids = proof, steps, grids
+        self._versions: dict[Rests, int] = {NONE: 0}
 
     def of_result(
         self, found: Origins, operands: Sequence[Origins], name: str, by_entry: bool, count: int
     ) -> Mapping[int, Reach]:
-        """The reaches of a result, by token; none for rows that are data.
+        """The reaches of a result, by token; none for rows that are data, or sums over a sample.
 
         Args:
             found: The origins of the result.
@@ -47,13 +50,17 @@ class Reaches:
         is_step = (is_known or len(operands) > 1) and self._steps.is_step(found)
         if not (is_known or is_step):
             return {}
-        by_row = by_entry or name in MOVES or (len(operands) == 1 and name not in _MIXES)
+        if not is_step:  # a summary of the sample that is spread over it adds no rows
+            operands = [e for e in operands if not self._is_summary(e)]
+        by_row = by_entry or name in MOVES or name in WRITES or (len(operands) == 1 and name not in _MIXES)
         if is_step:
             token = token_of(found)
+            if self._proof.is_sample(token) and all(map(self._is_whole, operands)):
+                return {}
             parts = [part for each in operands for part in self._parts(each, token, by_row)]
-            return {} if not parts else self._joined(token, parts, count)
-        if name in ("cat", "stack") and self._grids.has_all(found.first):
-            return {}  # the walk is over, and its rows are data for another one
+            return {} if not parts else self._joined(token, parts, found, count)
+        if self.is_over(found, operands, name):
+            return {}
         made: dict[int, Reach] = {}
         tokens = torch.unique(compact(found.first)).tolist()
         known = {token for each in operands for token in each.reach}
@@ -65,45 +72,96 @@ class Reaches:
             ]  # fmt: skip
             parts = [part for each in rows for part in self._parts(each, token, by_row)]
             if parts:
-                made |= self._joined(token, parts, count)
+                made |= self._joined(token, parts, found, count)
+            if name in WRITES and token in made and self._has(operands[0], token):
+                made[token] = replace(made[token], is_placed=True)
         return made
 
-    def _joined(self, token: int, parts: Sequence[Reach], count: int) -> dict[int, Reach]:
+    def _is_whole(self, operand: Origins) -> bool:
+        """Whether this is data, or a walk that is over."""
+        is_step = self._steps.is_step(operand)
+        return not is_step and (not operand.reach or self._grids.has_all(operand.first))
+
+    def _is_summary(self, operand: Origins) -> bool:
+        """Whether this is one row for each whole sample."""
+        return self._steps.is_step(operand) and self._proof.is_sample(token_of(operand))
+
+    def is_over(self, found: Origins, operands: Sequence[Origins], name: str) -> bool:
+        """Whether a walk is over, so that its rows are data for another one.
+
+        They are all put together, or computed with, and not with one of them.
+        """
+        if not any(each.reach for each in operands) or self._steps.is_step(found):
+            return False
+        if name not in ("cat", "stack"):
+            states = [e for e in operands if self._steps.is_step(e) and not self._is_summary(e)]
+            if name in MOVES or name in WRITES or states:
+                return False
+        return self._grids.has_all(found.first)
+
+    def _joined(
+        self, token: int, parts: Sequence[Reach], found: Origins, count: int
+    ) -> dict[int, Reach]:
         reach = parts[0] if len(parts) == 1 else self._proof.joined(parts, count)
-        is_data = reach.positions == {token} and not (reach.uses or reach.has_begun or reach.again)
-        is_data &= not reach.rests
+        is_data = reach.positions == {self._position(token, found)}
+        is_data &= not (reach.uses or reach.has_begun or reach.again)
         return {} if is_data else {token: reach}
 
     def _parts(self, operand: Origins, token: int, by_row: bool) -> list[Reach]:
         """What a row at `token` takes from an operand."""
         if self._steps.is_step(operand):
             token = token_of(operand)
-            return [operand.reach.get(token) or data(operand)]
+            return [operand.reach.get(token) or self.data(operand)]
         if by_row and token in operand.reach:
             return [operand.reach[token]]
-        if by_row and bool((compact(operand.first) == token).any()):
-            return [Reach(frozenset({token}))]
+        if by_row and self._has(operand, token):
+            return [Reach(frozenset({self._position(token, operand)}))]
         return [*operand.reach.values()]
 
-    def written(self, whole: Mapping[int, Reach], value: Origins, place: Tensor) -> dict[int, Reach]:
-        """The reaches of a tensor into which a value was written, whose rows are at `place` now."""
+    def written(
+        self, whole: Mapping[int, Reach], value: Origins, old: Tensor, place: Tensor
+    ) -> dict[int, Reach]:
+        """The reaches of a tensor into which a value was written.
+
+        Args:
+            whole: Those of the tensor before.
+            value: What was written.
+            old: The tokens of the rows that it was written over.
+            place: Those that they have now.
+        """
         if not self._steps.is_step(value):
             return {**whole, **value.reach}
         token = int(rows_of(place)[0])
         rest = {key: each for key, each in whole.items() if key != token}
-        reach = value.reach.get(token_of(value)) or data(value)
-        return rest if reach.positions == {token} and not reach.uses else {**rest, token: reach}
+        reach = value.reach.get(token_of(value)) or self.data(value)
+        is_data = reach.positions == {self._position(token, value)} and not reach.uses
+        if bool((compact(old) == compact(place)).all()):
+            reach = replace(reach, is_placed=True)
+        return rest if is_data else {**rest, token: reach}
+
+    def data(self, origins: Origins) -> Reach:
+        """The reach of a row that is data: no recurrence has made it, or one that is over."""
+        position = self._position(token_of(origins), origins)
+        return Reach(frozenset({position}), born=origins.born)
+
+    def _position(self, token: int, origins: Origins) -> int:
+        """The number of a row; rows that an earlier walk has made have others than its data."""
+        version = self._versions.setdefault(origins.rests, len(self._versions))
+        return token + version * VERSION if token >= 0 else token
+
+    def _has(self, operand: Origins, token: int) -> bool:
+        return bool((compact(operand.first) == token).any())
+
+    def rests(self, found: Origins, operands: Sequence[Origins], name: str) -> Rests:
+        """What a result takes for granted: what its operands do, and rows that are data now."""
+        some = {each.rests for each in operands}
+        rests = next(iter(some)) if len(some) == 1 else NONE.union(*some)
+        if self.is_over(found, operands, name):
+            made = [item for each in operands for item in each.reach.items()]
+            rests = rests.union(made) if made else rests
+        return rests
 
 
 def token_of(origins: Origins) -> int:
     """The token of the first row."""
     return int(rows_of(origins.first)[0])
-
-
-def data(origins: Origins) -> Reach:
-    """The reach of a row that is data: no recurrence has made it, or one that is over."""
-    token = token_of(origins)
-    made = origins.ended.get(token)
-    known = None if made is None else made.reach.get(token_of(made))
-    rests = frozenset({(token, known)}) if known is not None else frozenset[tuple[int, Reach]]()
-    return Reach(frozenset({token}), born=origins.born, rests=rests)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.proof import Proof
+from torchfmri._tokens.rules.proof import Proof, token_at
 from torchfmri._tokens.rules.second_walks import SecondWalks
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_rows import moved, row_of, uses_before_a_step
@@ -171,13 +171,11 @@ class Recurrences:
         place = use.own if use.place is None else use.place
         token = int(rows_of(place)[0])
         places = (self.proof.places(leaf, self.uses[leaf]).get(use) for leaf in use.leaves)
-        return self.proof.holds(use) and all(each == token for each in places)
+        return self.proof.holds(use) and all(each is not None and token_at(each) == token for each in places)
 
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""
-        reaches = [origins.reach, *(each.reach for each in origins.history.values())]
-        reaches += [each.reach for each in origins.ended.values()]
-        if not all(self.proof.is_row(*each) for some in reaches for each in some.items()):
+        if not all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests)):
             return origins.but(first=torch.full_like(origins.first, SEVERAL), second=None,
                                is_decided=True, is_raw=False, reason=REASON)  # fmt: skip
         steps = (*origins.history.values(), *origins.ended.values())

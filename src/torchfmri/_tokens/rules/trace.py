@@ -30,8 +30,8 @@ from torchfmri._tokens.rules.numbers import (
 from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import written
-from torchfmri._tokens.rules.proof import Reach
-from torchfmri._tokens.rules.reaches import Reaches, data, token_of
+from torchfmri._tokens.rules.proof import NONE, Reach
+from torchfmri._tokens.rules.reaches import Reaches, token_of
 from torchfmri._tokens.rules.recurrences import Recurrences
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import StepUse
@@ -298,7 +298,9 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             if found is None:
                 continue
             begun = by_entry and found.has_begun and call.has_constants(each.shape)
-            found = replace(found, reach=self._reach(found, read, name, by_entry, begun))
+            by_row = by_entry or call.is_move
+            found = replace(found, reach=self._reach(found, read, name, by_row, begun))
+            found.rests = self.reaches.rests(found, read, name)
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
@@ -319,6 +321,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         operands = operands[1:] if name == "copy" else operands
         if name in BY_IDS and self.origins(operands[0]) is not None:
             operands = operands[:1]
+        operands = [each for each in operands if each.is_floating_point()] or operands
         return [each for each in map(self.origins, operands) if each is not None]
 
     def _reach(
@@ -328,7 +331,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         reach = self.reaches.of_result(found, read, name, by_entry, self.count)
         if begun and self.steps.is_step(found):
             token = token_of(found)
-            reach = {token: self.recurrences.proof.begun(reach.get(token) or data(found))}
+            reach = {token: self.recurrences.proof.begun(reach.get(token) or self.reaches.data(found))}
         return reach
 
     def _over(self, found: Origins, is_moved: bool) -> Origins:
@@ -394,7 +397,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             self.steps.meet_constants(found)
         self.recurrences.add(use, found.chain)
         token = token_of(found)
-        found.reach = {token: self.recurrences.proof.used(use, found.reach.get(token) or data(found))}
+        reach = found.reach.get(token) or self.reaches.data(found)
+        found.reach = {token: self.recurrences.proof.used(use, reach, found.rests)}
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}
 
@@ -443,6 +447,12 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                     elif each.shape == shape and is_constant_along(found.first, -1):
                         cell.landed = found
 
+    def take_as_data(self, tensors: Sequence[Tensor]) -> None:
+        """Take rows that a recurrence has made for data, whose tokens are known."""
+        for each in map(self._origins.get, map(id, tensors)):
+            if each is not None:
+                each.reach, each.rests = {}, NONE
+
     def land(self, tensor: Tensor, source: TokenSource) -> None:
         """Outputs of which a tensor was computed are at the tokens of this source, (b, s, ...)."""
         for cell in self._floating.pop(id(tensor), ()):
@@ -462,12 +472,15 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.told().first)
         place = window(first, base, tensor)
-        place.copy_(written(found, first, place.clone(), found.first, self.sources))
-        reach = self.reaches.written({} if old is None else old.reach, found, place)
+        before = place.clone()
+        place.copy_(written(found, first, before, found.first, self.sources))
+        known = {} if old is None else old.reach
+        reach = self.reaches.written(known, found, before, place)
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = None if self.steps.is_one_step(found) else self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)
-        made = found.but(first=first, second=None, is_dynamic=dynamic, reach=reach)
+        made = found.but(first=first, second=None, is_dynamic=dynamic, reach=reach,
+                         rests=found.rests if old is None else found.rests | old.rests)
         several = [found] if old is None else [old, found]
         self.set(base, self._with_history(made, several))
         self._written.add(id(base))

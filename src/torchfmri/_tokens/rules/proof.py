@@ -69,7 +69,8 @@ class Proof:
         self._again: dict[Positions, dict[Positions, int]] = defaultdict(dict)
         self._after: dict[StepUse, set[Positions]] = defaultdict(set)
         self._sides: dict[tuple[Positions, Positions], set[object]] = defaultdict(set)
-        self._begun: set[Positions] = set()
+        self._begun: dict[tuple[Positions, Positions], set[tuple[bool, bool]]] = defaultdict(set)
+        self._of_first_row: set[StepUse] = set()
         self._born: dict[Positions, int] = {}
         self._joined: dict[Positions, int] = {}
         self._last: dict[Positions, int | None] = {}
@@ -128,7 +129,9 @@ class Proof:
         for other in several:
             if other.positions != one.positions:
                 theirs = frozenset(leaf for use in other.uses for leaf in use.leaves)
-                self._sides[one.positions, other.positions].add((ours, theirs))
+                pair = one.positions, other.positions
+                self._sides[pair].add((ours, theirs))
+                self._begun[pair].add((one.has_begun, other.has_begun))
 
     def used(self, use: StepUse, reach: Reach, rests: Rests) -> Reach:
         """The reach of the result of a use."""
@@ -138,7 +141,8 @@ class Proof:
 
     def begun(self, reach: Reach) -> Reach:
         """The reach of a row beside which constants stand."""
-        self._begun.add(reach.positions)
+        if not reach.has_begun:
+            self._of_first_row |= reach.uses
         return replace(reach, has_begun=True)
 
     # -- when it is over: the order of positions ---------------------------------------------------
@@ -161,6 +165,13 @@ class Proof:
             self._last[positions] = found[0] if len(found) == 1 else None
         return self._last[positions]
 
+    def _is_made(self, row: Positions) -> bool:
+        """Whether a row is a state that parameters have made of constants, and are used on next."""
+        uses = [use for use, reach in self._of.items() if reach.positions == row]
+        made = {leaf for use in uses if use.is_start for leaf in use.leaves}
+        read = [use for use in uses if not use.is_start and self._of[use].has_begun]
+        return any(leaf in made for use in read for leaf in use.leaves)
+
     def is_sample(self, token: int) -> bool:
         """Whether a token is a whole sample."""
         return token >= 0 and bool(self._sources.is_sample(torch.tensor(token_at(token))))
@@ -174,16 +185,18 @@ class Proof:
         new = rows(after) - before
         if self.is_sample(min(before)):
             return True
-        if (before in self._begun) != (new in self._begun):
-            return before in self._begun
+        has_begun = [self._begun[pair] == {(True, False)} for pair in ((before, new), (new, before))]
+        if has_begun[0] and self._is_made(before):
+            return True
         for longer in self._grown.get(after, ()):
             third = longer - after
             if len(third) != 1 or min(third) < 0:
                 continue
             usual = self._sides[after, third]
             is_like = [self._sides[pair] == usual for pair in ((before, new), (new, before))]
-            if is_like[0] != is_like[1]:
-                return is_like[0]
+            told = {both[0] for both in (is_like, has_begun) if both[0] != both[1]}
+            if told:
+                return told == {True}
             # Rows taken out one by one, as they are read, are read in the order in which they are.
             if self._joined.get(after, 0) < self._born.get(third, 0):
                 return self._born.get(before, 0) < self._born.get(new, 0)
@@ -268,8 +281,8 @@ class Proof:
             return False
         if use.is_start:
             return not self._next[use]
-        if positions in self._begun and not self._of[use].has_begun:
-            return True  # the row that the first step takes in
+        if use in self._of_first_row:  # beside constants, or what parameters make of these
+            return True
         if self._of[use].has_begun and self._grown.get(positions):
             return False  # a state, if nothing else was made of it as well
         return all(self.last(each) in positions for each in self._next[use])
@@ -292,7 +305,8 @@ class Proof:
                   for e in chain]  # fmt: skip
         if any(self._of[each].positions != chain[0] for each in starts):
             return {}
-        after = self._after_step(levels, bool(starts), chain[0] in self._begun)
+        begun = self._begun[chain[0], rows(chain[1]) - chain[0]] == {(True, False)}
+        after = self._after_step(levels, bool(starts), begun)
         is_data = not starts and len(levels[0]) < max(map(len, levels))
         if after is None or not self._ends_alike(levels, chain):
             return {}

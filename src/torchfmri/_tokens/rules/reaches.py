@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.moves import MOVES
-from torchfmri._tokens.rules.numbers import compact, rows_of
+from torchfmri._tokens.rules.numbers import NOBODY, compact, rows_of
 from torchfmri._tokens.rules.operations import WRITES
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.proof import NONE, VERSION, Proof, Reach, Rests
@@ -48,7 +48,7 @@ class Reaches:
         """
         is_known = any(each.reach for each in operands)
         is_step = (is_known or len(operands) > 1) and self._steps.is_step(found)
-        if not (is_known or is_step):
+        if not (is_known or is_step or self._is_open(found, operands)):
             return {}
         if not is_step:  # a summary of the sample that is spread over it adds no rows
             operands = [e for e in operands if not self._is_summary(e)]
@@ -62,9 +62,10 @@ class Reaches:
         if self.is_over(found, operands, name):
             return {}
         made: dict[int, Reach] = {}
-        tokens = torch.unique(compact(found.first)).tolist()
+        tokens = _tokens(found)
         known = {token for each in operands for token in each.reach}
-        for token in [each for each in tokens if each in known] if by_row else tokens:
+        plain = {token for each in operands for token in _tokens(each)} - known if by_row else set()
+        for token in [each for each in tokens if each not in plain and each != NOBODY]:
             rows = [
                 each for each in operands
                 if not self._steps.is_step(each) or token_of(each) == token
@@ -76,6 +77,11 @@ class Reaches:
             if name in WRITES and token in made and self._has(operands[0], token):
                 made[token] = replace(made[token], is_placed=True)
         return made
+
+    def _is_open(self, found: Origins, operands: Sequence[Origins]) -> bool:
+        """Whether rows were joined of which nothing tells whose the result is."""
+        is_open = len(operands) > 1 and bool((compact(found.first) < NOBODY).any())
+        return is_open and all(map(self._steps.is_step, operands))
 
     def _is_whole(self, operand: Origins) -> bool:
         """Whether this is data, or a walk that is over."""
@@ -97,7 +103,8 @@ class Reaches:
             states = [e for e in operands if self._steps.is_step(e) and not self._is_summary(e)]
             if name in MOVES or name in WRITES or states:
                 return False
-        return self._grids.has_all(found.first)
+        known = {token for each in operands for token in each.reach}
+        return self._grids.has_all(found.first) and known <= {*_tokens(found)}
 
     def _joined(
         self, token: int, parts: Sequence[Reach], found: Origins, count: int
@@ -160,6 +167,10 @@ class Reaches:
             made = [item for each in operands for item in each.reach.items()]
             rests = rests.union(made) if made else rests
         return rests
+
+
+def _tokens(origins: Origins) -> list[int]:
+    return torch.unique(compact(origins.first)).tolist()  # type: ignore[no-any-return]
 
 
 def token_of(origins: Origins) -> int:

@@ -8,7 +8,6 @@ the step in which it is written, and the slow form hands it a copy of the parame
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
@@ -253,7 +252,6 @@ class Written(nn.Module):
             start = end
         kept = Kept(walk.keeps, start, begins, len(order), x)
         state = {"h": start, "c": zeros, "m": zeros[:, None] * zeros[..., None], "up": zeros}
-        self.memory = state["m"]
         found = [start] if begins else []
         before: list[Tensor] = [start]
         for step in range(begins, len(order)):
@@ -414,23 +412,27 @@ def loss_of(output: Tensor) -> Tensor:
     return (output * weights).sum() + output.sin().square().sum() / output.numel()
 
 
-def judged(seed: int, shift: int = 0) -> tuple[Program, list[Verdict]]:
-    """A program in float64 and the verdict on each of its parameters.
+def judged(seed: int) -> list[Verdict]:
+    """The verdict on each parameter of the program of a seed."""
+    return judged_program(program_of(seed))
+
+
+def judged_program(program: Program, shift: int = 0) -> list[Verdict]:
+    """The verdict on each parameter of a program, in float64.
 
     Args:
-        seed: Of the program.
+        program: The program.
         shift: How far the truth is moved, so that it is wrong.
     """
-    program = program_of(seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        torch.manual_seed(seed)
+        torch.manual_seed(program.seed)
         model, x = Written(program), torch.randn(B, program.count, H)
         model(x)  # makes the parameters
         expected = loss_of(model(x))
         if not expected.requires_grad:  # it has used no parameter
-            return program, []
+            return []
         expected.backward()
         model.copies = {}
         slow = loss_of(model(x))
@@ -451,30 +453,7 @@ def judged(seed: int, shift: int = 0) -> tuple[Program, list[Verdict]]:
             with torchfmri.token_gradients(model) as tokens:
                 loss_of(model(x)).backward()
         except Exception as error:
-            return program, failed(error, truth)
-        return program, judge(tokens, truth)
+            return failed(error, truth)
+        return judge(tokens, truth)
     finally:
         torch.set_default_dtype(default)
-
-
-def main() -> None:
-    """Judge the programs of a range of seeds: start, stop."""
-    import sys
-
-    torch.set_num_threads(1)
-    start, stop = map(int, sys.argv[1:3])
-    outcomes, spoilt = Counter[str](), 0
-    for seed in range(start, stop):
-        program, verdicts = judged(seed)
-        outcomes.update(each.outcome for each in verdicts)
-        wrong = [each for each in verdicts if each.outcome == "wrong"]
-        spoilt += bool(wrong)
-        for each in wrong:
-            print(seed, each.name, each.detail[:200])
-        if wrong:
-            print("   ", program)
-    print(dict(outcomes), "programs with something wrong:", spoilt)
-
-
-if __name__ == "__main__":
-    main()

@@ -107,6 +107,12 @@ class Proof:
         begun = any(each.has_begun for each in longest)
         return Reach(positions, uses, again, begun, max(each.born for each in several))
 
+    def spread(self, reach: Reach) -> None:
+        """Note that a state is joined with a whole sequence: its uses may belong to any of it."""
+        if len(rows(reach.positions)) > 1 or reach.has_begun:
+            for use in reach.uses:
+                self._next[use].add(Positions())
+
     def _united(self, several: Sequence[Reach]) -> Positions:
         """The rows of several reaches, and the walk of the one that has the others in it."""
         reals = Positions().union(*(rows(each.positions) for each in several))
@@ -149,8 +155,8 @@ class Proof:
 
     def last(self, positions: Positions) -> int | None:
         """The position that a state took in last; None if that is not proved."""
-        if len(positions) == 1:
-            return min(positions) if min(positions) >= 0 else None
+        if len(positions) < 2:
+            return max(positions, default=-1) if max(positions, default=-1) >= 0 else None
         reals = rows(positions)
         if min(reals) < 0 or len(positions) != len(reals) + 1:
             return None

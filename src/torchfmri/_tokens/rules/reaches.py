@@ -51,7 +51,7 @@ class Reaches:
         if not (is_known or is_step or self._is_open(found, operands)):
             return {}
         if not is_step:  # a summary of the sample that is spread over it adds no rows
-            operands = [e for e in operands if not self._is_summary(e)]
+            operands = [e for e in operands if e.reach or not self._is_summary(e)]
         by_row = by_entry or name in MOVES or name in WRITES or (len(operands) == 1 and name not in _MIXES)
         if is_step:
             token = token_of(found)
@@ -61,10 +61,14 @@ class Reaches:
             return {} if not parts else self._joined(token, parts, found, count)
         if self.is_over(found, operands, name):
             return {}
+        if by_entry:
+            operands = self._without_spread(operands)
         made: dict[int, Reach] = {}
         tokens = _tokens(found)
         known = {token for each in operands for token in each.reach}
         plain = {token for each in operands for token in _tokens(each)} - known if by_row else set()
+        if name in WRITES:  # places that were left out are filled
+            plain = {token for token in tokens if token >= 0} - known
         for token in [each for each in tokens if each not in plain and each != NOBODY]:
             rows = [
                 each for each in operands
@@ -77,6 +81,17 @@ class Reaches:
             if name in WRITES and token in made and self._has(operands[0], token):
                 made[token] = replace(made[token], is_placed=True)
         return made
+
+    def _without_spread(self, operands: Sequence[Origins]) -> list[Origins]:
+        """The operands without states that are spread over a sequence, whose rows stay its own."""
+        states = [each for each in operands if self._steps.is_step(each)]
+        others = [each for each in operands if each not in states]
+        if not any(token >= 0 for each in others for token in _tokens(each)):
+            return [*operands]
+        for state in states:
+            for reach in state.reach.values():
+                self._proof.spread(reach)
+        return others
 
     def _is_open(self, found: Origins, operands: Sequence[Origins]) -> bool:
         """Whether rows were joined of which nothing tells whose the result is."""

@@ -69,7 +69,7 @@ class Reaches:
         plain = {token for each in operands for token in _tokens(each)} - known if by_row else set()
         if name in WRITES:  # places that were left out are filled
             plain = {token for token in tokens if token >= 0} - known
-        for token in [each for each in tokens if each not in plain and each != NOBODY]:
+        for token in [e for e in tokens if (e not in plain or e < NOBODY) and e != NOBODY]:
             rows = [
                 each for each in operands
                 if not self._steps.is_step(each) or token_of(each) == token

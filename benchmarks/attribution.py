@@ -27,9 +27,7 @@ SECONDS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, default=1000, help="how many random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument(
-        "--recurrences", type=int, default=1000, help="how many random recurrences"
-    )
+    parser.add_argument("--recurrences", type=int, default=1000, help="how many random recurrences")
     parser.add_argument("--zoo", action="store_true", help="the architectures of transformers too")
     parser.add_argument("--only", nargs="*", help="only these types of models")
     parser.add_argument(
@@ -103,7 +101,8 @@ def _recurrences(seeds: range) -> dict[str, Any]:
     for seed in seeds:
         verdicts = judged(seed)
         outcomes.update(each.outcome for each in verdicts)
-        wrong += [f"{seed} {each.name}: {each.detail}" for each in verdicts if each.outcome == WRONG]
+        spoilt = [each for each in verdicts if each.outcome == WRONG]
+        wrong += [f"{seed} {each.name}: {each.detail}" for each in spoilt]
         if (seed + 1) % 100 == 0:
             report(f"{seed + 1} recurrences: {dict(outcomes)}")
     return {

@@ -317,9 +317,7 @@ class Written(nn.Module):
         made["h"] = new
         return made
 
-    def cell(
-        self, how: str, names: dict[str, str], h: Tensor, x: Tensor, state: State
-    ) -> Tensor:
+    def cell(self, how: str, names: dict[str, str], h: Tensor, x: Tensor, state: State) -> Tensor:
         """What a cell makes of a state and a row."""
         w, u = names["w"], names["u"]
         if how == "before":

@@ -324,14 +324,18 @@ class Tracing:
             found.calls[record.watched.layer].append(tokens)
             found.is_usual &= tokens == USUAL
             found.is_dynamic |= origins.is_dynamic
+        self._owners = [(layer, self._settled(handed)) for layer, handed in self._owners]
         for layer, handed in self._owners:
             found.owners[layer].append(handed)
-            for number, each in enumerate(handed.origins):
-                if each is not None and not self.trace.steps.is_step(each):
-                    handed.origins[number] = self.trace.recurrences.settled(each)
             known = [each for each in handed.origins if each is not None]
             found.is_dynamic |= any(each.is_dynamic for each in known)
         return found
+
+    def _settled(self, handed: OwnerTokens) -> OwnerTokens:
+        """What a layer was handed; sequences of recurrences have no tokens that are not proved."""
+        settled, is_step = self.trace.recurrences.settled, self.trace.steps.is_step
+        several = [e if e is None or is_step(e) else settled(e) for e in handed.origins]
+        return handed._replace(origins=several)
 
     def _is_no_position(self, origins: Origins) -> bool:
         """Whether rows are at no position, in a recurrence that has one for each other use."""

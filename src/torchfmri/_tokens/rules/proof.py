@@ -1,10 +1,10 @@
-"""Proof that a use in a hand-written recurrence belongs to a position: which rows was it made of?
+"""Proof that a use in a hand-written recurrence belongs to a position: what was it made of?
 
-Every row of a step has a `Reach`: the positions of all rows that were read on the way to it, through
-every move and join. The reaches of the states of a loop form a chain, in which every step adds one
-position. A use on data alone reaches one position, and belongs to it. A use on a state reaches what
-the state does, and belongs to the step before or to the one after: that is told by the chain as a
-whole, if every step uses the parameter as often and the ends leave one reading.
+Every row of a step has a `Reach`: the positions of all rows that were read on the way to it,
+through every move and join. The reaches of the states of a loop form a chain, in which every step
+adds one position. A use on data alone reaches one position, and belongs to it. A use on a state
+reaches what the state does, and belongs to the step before or to the one after: the chain as a
+whole tells which, if every step uses the parameter as often and the ends leave one reading.
 
 Nothing else is proved. Positions that are read again when the chain has ended, two positions that
 are joined once, layers that take turns: whatever was found for them, they are refused.
@@ -15,17 +15,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.step_uses import StepUse
 
-# The numbers of rows, and below `WALK` those of walks, that is, of the rows that met first on the way:
-# so that the states of two walks over the same rows are told apart.
+# The numbers of rows, and below `WALK` those of walks, that is, of the rows that met first on the
+# way: so that the states of two walks over the same rows are told apart.
 Positions = frozenset[int]
 WALK = -10
 VERSION = 1 << 40  # what is added to the tokens of rows that an earlier walk has made
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
     """The rows that a row was computed from.
@@ -62,6 +65,7 @@ class Proof:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._walks: dict[Positions, int] = {}
+        self._mixed: set[int] = set()
         self._rests: dict[StepUse, Rests] = {}
         self._of: dict[StepUse, Reach] = {}
         self._grown: dict[Positions, set[Positions]] = defaultdict(set)
@@ -106,6 +110,10 @@ class Proof:
             known |= {each: max(known.get(each, 0), times) for each, times in again.items()}
         begun = any(each.has_begun for each in longest)
         return Reach(positions, uses, again, begun, max(each.born for each in several))
+
+    def mix(self, token: int) -> None:
+        """Note that a summary of a sample was made of positions side by side: maybe of a step."""
+        self._mixed.add(token)
 
     def spread(self, reach: Reach) -> None:
         """Note that a state is joined with a whole sequence: its uses may belong to any of it."""
@@ -190,8 +198,9 @@ class Proof:
             return True
         new = rows(after) - before
         if self.is_sample(min(before)):
-            return True
-        has_begun = [self._begun[pair] == {(True, False)} for pair in ((before, new), (new, before))]
+            return not before & self._mixed
+        pairs = (before, new), (new, before)
+        has_begun = [self._begun[pair] == {(True, False)} for pair in pairs]
         if has_begun[0] and self._is_made(before):
             return True
         for longer in self._grown.get(after, ()):
@@ -199,7 +208,7 @@ class Proof:
             if len(third) != 1 or min(third) < 0:
                 continue
             usual = self._sides[after, third]
-            is_like = [self._sides[pair] == usual for pair in ((before, new), (new, before))]
+            is_like = [self._sides[pair] == usual for pair in pairs]
             told = {both[0] for both in (is_like, has_begun) if both[0] != both[1]}
             if told:
                 return told == {True}
@@ -362,9 +371,7 @@ class Proof:
         is_after = chain[at] == self._of[use].positions
         return is_after or (bool(following) and min(following, key=len) == chain[at])
 
-    def _ends_alike(
-        self, levels: Sequence[Sequence[StepUse]], chain: Sequence[Positions]
-    ) -> bool:
+    def _ends_alike(self, levels: Sequence[Sequence[StepUse]], chain: Sequence[Positions]) -> bool:
         """Whether the last uses meet nothing again that others of their kind do not meet."""
         usual = set[tuple[str, int]]()
         for level, uses in enumerate(levels[:-1]):
@@ -406,7 +413,7 @@ def _kinds(
     """What a state was joined with again, by how many steps ago that is, and how often."""
     found: dict[tuple[str, int], int] = {}
     level = chain.index(state)
-    order = [*chain[0], *(min(rows(b) - a) for a, b in zip(chain, chain[1:], strict=False))]
+    order = [*chain[0], *(min(rows(b) - a) for a, b in pairwise(chain))]
     for each, times in again.items():
         kind = ("unknown", len(each))
         if each == chain[0] and level:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.moves import MOVES
 from torchfmri._tokens.rules.numbers import NOBODY, compact, rows_of
-from torchfmri._tokens.rules.operations import WRITES
+from torchfmri._tokens.rules.operations import PRODUCTS, WRITES
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.proof import NONE, VERSION, Proof, Reach, Rests
 from torchfmri._tokens.rules.steps import Steps
@@ -48,11 +48,15 @@ class Reaches:
         """
         is_known = any(each.reach for each in operands)
         is_step = (is_known or len(operands) > 1) and self._steps.is_step(found)
+        if name in PRODUCTS and not is_step and operands and self._is_summary(found):
+            if not any(map(self._steps.is_step, operands)):
+                self._proof.mix(self._position(token_of(found), found))
         if not (is_known or is_step or self._is_open(found, operands)):
             return {}
         if not is_step:  # a summary of the sample that is spread over it adds no rows
             operands = [e for e in operands if e.reach or not self._is_summary(e)]
-        by_row = by_entry or name in MOVES or name in WRITES or (len(operands) == 1 and name not in _MIXES)
+        by_row = by_entry or name in MOVES or name in WRITES
+        by_row |= len(operands) == 1 and name not in _MIXES
         if is_step:
             token = token_of(found)
             if self._proof.is_sample(token) and all(map(self._is_whole, operands)):

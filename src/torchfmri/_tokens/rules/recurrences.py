@@ -170,8 +170,9 @@ class Recurrences:
         """Whether a use belongs to the position that was found for it."""
         place = use.own if use.place is None else use.place
         token = int(rows_of(place)[0])
-        places = (self.proof.places(leaf, self.uses[leaf]).get(use) for leaf in use.leaves)
-        return self.proof.holds(use) and all(each is not None and token_at(each) == token for each in places)
+        places = [self.proof.places(leaf, self.uses[leaf]).get(use) for leaf in use.leaves]
+        is_told = all(each is not None and token_at(each) == token for each in places)
+        return is_told and self.proof.holds(use)
 
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""

@@ -331,7 +331,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         reach = self.reaches.of_result(found, read, name, by_entry, self.count)
         if begun and self.steps.is_step(found):
             token = token_of(found)
-            reach = {token: self.recurrences.proof.begun(reach.get(token) or self.reaches.data(found))}
+            known = reach.get(token) or self.reaches.data(found)
+            reach = {token: self.recurrences.proof.begun(known)}
         return reach
 
     def _over(self, found: Origins, is_moved: bool) -> Origins:
@@ -479,8 +480,13 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = None if self.steps.is_one_step(found) else self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)
-        made = found.but(first=first, second=None, is_dynamic=dynamic, reach=reach,
-                         rests=found.rests if old is None else found.rests | old.rests)
+        made = found.but(
+            first=first,
+            second=None,
+            is_dynamic=dynamic,
+            reach=reach,
+            rests=found.rests if old is None else found.rests | old.rests,
+        )
         several = [found] if old is None else [old, found]
         self.set(base, self._with_history(made, several))
         self._written.add(id(base))

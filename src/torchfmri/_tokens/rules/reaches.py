@@ -48,9 +48,9 @@ class Reaches:
         """
         is_known = any(each.reach for each in operands)
         is_step = (is_known or len(operands) > 1) and self._steps.is_step(found)
-        if name in PRODUCTS and not is_step and operands and self._is_summary(found):
-            if not any(map(self._steps.is_step, operands)):
-                self._proof.mix(self._position(token_of(found), found))
+        has_steps = any(map(self._steps.is_step, operands)) if name in PRODUCTS else True
+        if not has_steps and self._is_summary(found):
+            self._proof.mix(self._position(token_of(found), found))
         if not (is_known or is_step or self._is_open(found, operands)):
             return {}
         if not is_step:  # a summary of the sample that is spread over it adds no rows

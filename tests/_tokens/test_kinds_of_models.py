@@ -61,7 +61,7 @@ UNPROVED = {
     "an encoder and a decoder, after their steps": "w v",
     "an encoder and a decoder by hand": "w v",
     "two states back": "w v",
-    "attention to the sequence, with a state for a query": "u",
+    "attention to the sequence, with a state for a query": "w u",
     "attention to all earlier states": "w",
     "a product with all earlier states and zeros": "w u",
     "a product with all earlier states": "u",

@@ -24,7 +24,9 @@ def test_random_recurrences() -> None:
 
 
 # Seeds of programs that were at wrong places while a proof was sought for.
-@pytest.mark.parametrize("seed", [1142, 1229, 1277, 1310, 1339, 2450, 2901, 2902, 2917, 4331])
+@pytest.mark.parametrize(
+    "seed", [1142, 1229, 1277, 1310, 1339, 2450, 2901, 2902, 2917, 4331, 20440, 20795, 30894]
+)
 def test_recurrences_that_were_wrong(seed: int) -> None:
     assert wrong(range(seed, seed + 1)) == []
 

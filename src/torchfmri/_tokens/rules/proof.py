@@ -97,7 +97,8 @@ class Proof:
             for use in each.uses:
                 self._next[use].add(positions)
             if len(each.positions) == 1:
-                self._born.setdefault(each.positions, each.born)
+                known = self._born.get(each.positions, each.born)
+                self._born[each.positions] = min(known, each.born)  # it may be read again
             if longest:
                 again[each.positions] = again.get(each.positions, 0) + 1
                 for use in uses:
@@ -106,8 +107,8 @@ class Proof:
                 self._joined.setdefault(positions, count)
                 self._note_sides(each, shorter)
         if again:
-            known = self._again[positions]
-            known |= {each: max(known.get(each, 0), times) for each, times in again.items()}
+            most = self._again[positions]
+            most |= {each: max(most.get(each, 0), times) for each, times in again.items()}
         begun = any(each.has_begun for each in longest)
         return Reach(positions, uses, again, begun, max(each.born for each in several))
 

@@ -442,6 +442,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                 if shape[:-1] == rows[:-1] and is_constant_along(found.first, -1):
                     cell.first = found.first.narrow(-1, 0, 1).expand(shape)
                     cell.chain, cell.seen, cell.born = found.chain, found.seen, found.born
+                    cell.reach, cell.rests = found.reach, found.rests
                 elif _without_ones(each.shape) == _without_ones(shape):
                     if found.first.numel() == cell.first.numel():  # axes of one were added
                         cell.first = found.first.reshape(shape)

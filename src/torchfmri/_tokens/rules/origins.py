@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, unique
-from torchfmri._tokens.rules.proof import NONE, Reach, Rests
+from torchfmri._tokens.rules.row_reach import NONE, Rests, RowReach
 from torchfmri._tokens.rules.second_walks import SecondWalk
 from torchfmri._tokens.rules.step_uses import REASON, Chain, StepUse, TwoPositions
 
@@ -72,7 +72,7 @@ class Origins:
     ended: Mapping[int, Origins] = field(default_factory=dict)
     grown: Origins | None = None
     use: StepUse | None = None
-    reach: Mapping[int, Reach] = field(default_factory=dict)
+    reach: Mapping[int, RowReach] = field(default_factory=dict)
     rests: Rests = NONE
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:

@@ -1,6 +1,6 @@
 """Proof that a use in a hand-written recurrence belongs to a position: what was it made of?
 
-Every row of a step has a `Reach`: the positions of all rows that were read on the way to it,
+Every row of a step has a `RowReach`: the positions of all rows that were read on the way to it,
 through every move and join. The reaches of the states of a loop form a chain, in which every step
 adds one position. A use on data alone reaches one position, and belongs to it. A use on a state
 reaches what the state does, and belongs to the step before or to the one after: the chain as a
@@ -14,45 +14,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from torchfmri._tokens.rules.row_reach import (
+    WALK,
+    Positions,
+    Rests,
+    RowReach,
+    rows,
+    token_at,
+    without,
+)
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.step_uses import StepUse
 
-# The numbers of rows, and below `WALK` those of walks, that is, of the rows that met first on the
-# way: so that the states of two walks over the same rows are told apart.
-Positions = frozenset[int]
-WALK = -10
-VERSION = 1 << 40  # what is added to the tokens of rows that an earlier walk has made
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reach:
-    """The rows that a row was computed from.
-
-    Attributes:
-        positions: Theirs, and the walk.
-        uses: The uses of parameters on the way that reach as far.
-        again: The shorter reaches that were joined with it since it reaches as far, and how often.
-        has_begun: Constants stood beside it, or uses on them: a state to begin with.
-        is_placed: It was written over the row of its token, and belongs there.
-        born: When its row was taken out of a sequence, as a number of operations.
-    """
-
-    positions: Positions
-    uses: frozenset[StepUse] = frozenset()
-    again: Mapping[Positions, int] = field(default_factory=dict)
-    has_begun: bool = False
-    born: int = 0
-    is_placed: bool = False
-
-
-# Rows that walks have made before they became data, by the tokens that they have.
-Rests = frozenset[tuple[int, Reach]]
-NONE: Rests = frozenset()
+NEW = ("row", 0)  # the row that a step takes in, once more
 
 
 class Proof:
@@ -67,7 +46,7 @@ class Proof:
         self._walks: dict[Positions, int] = {}
         self._mixed: set[int] = set()
         self._rests: dict[StepUse, Rests] = {}
-        self._of: dict[StepUse, Reach] = {}
+        self._of: dict[StepUse, RowReach] = {}
         self._grown: dict[Positions, set[Positions]] = defaultdict(set)
         self._next: dict[StepUse, set[Positions]] = defaultdict(set)
         self._again: dict[Positions, dict[Positions, int]] = defaultdict(dict)
@@ -82,7 +61,7 @@ class Proof:
 
     # -- while a pass is followed ----------------------------------------------------------------
 
-    def joined(self, several: Sequence[Reach], count: int) -> Reach:
+    def joined(self, several: Sequence[RowReach], count: int) -> RowReach:
         """The reach of a row that is computed from others, in operation number `count`."""
         positions = self._united(several)
         longest = [each for each in several if each.positions == positions]
@@ -110,19 +89,19 @@ class Proof:
             most = self._again[positions]
             most |= {each: max(most.get(each, 0), times) for each, times in again.items()}
         begun = any(each.has_begun for each in longest)
-        return Reach(positions, uses, again, begun, max(each.born for each in several))
+        return RowReach(positions, uses, again, begun, max(each.born for each in several))
 
     def mix(self, token: int) -> None:
         """Note that a summary of a sample was made of positions side by side: maybe of a step."""
         self._mixed.add(token)
 
-    def spread(self, reach: Reach) -> None:
+    def spread(self, reach: RowReach) -> None:
         """Note that a state is joined with a whole sequence: its uses may belong to any of it."""
         if len(rows(reach.positions)) > 1 or reach.has_begun:
             for use in reach.uses:
                 self._next[use].add(Positions())
 
-    def _united(self, several: Sequence[Reach]) -> Positions:
+    def _united(self, several: Sequence[RowReach]) -> Positions:
         """The rows of several reaches, and the walk of the one that has the others in it."""
         reals = Positions().union(*(rows(each.positions) for each in several))
         if len({token_at(each) for each in reals}) == 1:
@@ -138,7 +117,7 @@ class Proof:
     def _walk(self, reals: Positions) -> int:
         return self._walks.setdefault(reals, WALK - len(self._walks))
 
-    def _note_sides(self, one: Reach, several: Sequence[Reach]) -> None:
+    def _note_sides(self, one: RowReach, several: Sequence[RowReach]) -> None:
         """Remember by which uses two rows had come when they met."""
         ours = frozenset(leaf for use in one.uses for leaf in use.leaves)
         for other in several:
@@ -148,13 +127,13 @@ class Proof:
                 self._sides[pair].add((ours, theirs))
                 self._begun[pair].add((one.has_begun, other.has_begun))
 
-    def used(self, use: StepUse, reach: Reach, rests: Rests) -> Reach:
+    def used(self, use: StepUse, reach: RowReach, rests: Rests) -> RowReach:
         """The reach of the result of a use."""
         self._rests[use] = rests
         self._of[use] = reach = self.begun(reach) if use.is_start else reach
         return replace(reach, uses=reach.uses | {use})
 
-    def begun(self, reach: Reach) -> Reach:
+    def begun(self, reach: RowReach) -> RowReach:
         """The reach of a row beside which constants stand."""
         if not reach.has_begun:
             self._of_first_row |= reach.uses
@@ -172,11 +151,12 @@ class Proof:
         if positions not in self._last:
             self._last[positions] = None  # while it is looked for
             found = [
-                position for position in reals
+                position
+                for position in reals
                 if not self.is_sample(position)
                 and positions in self._grown.get(without(positions, position), ())
                 and self._is_state(without(positions, position), positions)
-            ]  # fmt: skip
+            ]
             self._last[positions] = found[0] if len(found) == 1 else None
         return self._last[positions]
 
@@ -228,16 +208,17 @@ class Proof:
             chain.insert(0, without(chain[0], last))
         while True:
             following = [
-                each for each in self._grown.get(chain[-1], ())
+                each
+                for each in self._grown.get(chain[-1], ())
                 if len(rows(each)) == len(rows(chain[-1])) + 1 and self.last(each) not in chain[-1]
-            ]  # fmt: skip
+            ]
             if not following:
                 return tuple(chain)
             if len(following) > 1 or self.last(following[0]) is None:
                 return None
             chain.append(following[0])
 
-    def is_row(self, token: int, reach: Reach) -> bool:
+    def is_row(self, token: int, reach: RowReach) -> bool:
         """Whether a row that was made by a recurrence is at its own token for sure."""
         if reach.is_placed or self.is_sample(token):
             return True
@@ -250,7 +231,7 @@ class Proof:
         """Whether the rows of other recurrences that were read on the way are at their tokens."""
         return all(self.is_row(token, reach) for token, reach in self._rests[use])
 
-    def _is_regular(self, reach: Reach, chain: Sequence[Positions]) -> bool:
+    def _is_regular(self, reach: RowReach, chain: Sequence[Positions]) -> bool:
         """Whether all that was joined again is joined again as often at another step."""
         usual: dict[tuple[str, int], int] = {}
         for each in chain:
@@ -317,8 +298,9 @@ class Proof:
     ) -> dict[StepUse, int]:
         """The positions of uses on the states of one walk."""
         starts = [each for each in several if each.is_start]
-        levels = [[u for u in several if self._of[u].positions == e and not u.is_start]
-                  for e in chain]  # fmt: skip
+        levels = [
+            [u for u in several if self._of[u].positions == e and not u.is_start] for e in chain
+        ]
         if any(self._of[each].positions != chain[0] for each in starts):
             return {}
         begun = self._begun[chain[0], rows(chain[1]) - chain[0]] == {(True, False)}
@@ -387,25 +369,6 @@ class Proof:
             if not self._is_regular(self._of[use], chain):
                 return False
         return True
-
-
-NEW = ("row", 0)  # the row that a step takes in, once more
-
-
-def rows(positions: Positions) -> Positions:
-    """The positions without the walk."""
-    return frozenset(each for each in positions if each > WALK)
-
-
-def token_at(position: int) -> int:
-    """The token of a position, whether it is one of data or of a walk."""
-    return position % VERSION if position >= 0 else position
-
-
-def without(positions: Positions, position: int) -> Positions:
-    """What a state reached before it took in a position; one row is of no walk."""
-    rest = positions - {position}
-    return rows(rest) if len(rows(rest)) == 1 else rest
 
 
 def _kinds(

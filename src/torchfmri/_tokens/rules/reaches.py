@@ -13,12 +13,25 @@ from torchfmri._tokens.rules.moves import MOVES
 from torchfmri._tokens.rules.numbers import NOBODY, compact, rows_of
 from torchfmri._tokens.rules.operations import PRODUCTS, WRITES
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.proof import NONE, VERSION, Proof, Reach, Rests
+from torchfmri._tokens.rules.proof import Proof
+from torchfmri._tokens.rules.row_reach import NONE, VERSION, Rests, RowReach
 from torchfmri._tokens.rules.steps import Steps
 
 # These mix rows of one operand, or of two.
-_MIXES = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "softmax", "_softmax",
-                    "_safe_softmax", "log_softmax", "_log_softmax"})  # fmt: skip
+_MIXES = frozenset(
+    {
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "logcumsumexp",
+        "softmax",
+        "_softmax",
+        "_safe_softmax",
+        "log_softmax",
+        "_log_softmax",
+    }
+)
 
 
 class Reaches:
@@ -36,7 +49,7 @@ class Reaches:
 
     def of_result(
         self, found: Origins, operands: Sequence[Origins], name: str, by_entry: bool, count: int
-    ) -> Mapping[int, Reach]:
+    ) -> Mapping[int, RowReach]:
         """The reaches of a result, by token; none for rows that are data, or sums over a sample.
 
         Args:
@@ -67,7 +80,7 @@ class Reaches:
             return {}
         if by_entry:
             operands = self._without_spread(operands)
-        made: dict[int, Reach] = {}
+        made: dict[int, RowReach] = {}
         tokens = _tokens(found)
         known = {token for each in operands for token in each.reach}
         plain = {token for each in operands for token in _tokens(each)} - known if by_row else set()
@@ -75,10 +88,12 @@ class Reaches:
             plain = {token for token in tokens if token >= 0} - known
         for token in [e for e in tokens if (e not in plain or e < NOBODY) and e != NOBODY]:
             rows = [
-                each for each in operands
-                if not self._steps.is_step(each) or token_of(each) == token
+                each
+                for each in operands
+                if not self._steps.is_step(each)
+                or token_of(each) == token
                 or token_of(each) not in tokens
-            ]  # fmt: skip
+            ]
             parts = [part for each in rows for part in self._parts(each, token, by_row)]
             if parts:
                 made |= self._joined(token, parts, found, count)
@@ -126,14 +141,14 @@ class Reaches:
         return self._grids.has_all(found.first) and known <= {*_tokens(found)}
 
     def _joined(
-        self, token: int, parts: Sequence[Reach], found: Origins, count: int
-    ) -> dict[int, Reach]:
+        self, token: int, parts: Sequence[RowReach], found: Origins, count: int
+    ) -> dict[int, RowReach]:
         reach = parts[0] if len(parts) == 1 else self._proof.joined(parts, count)
         is_data = reach.positions == {self._position(token, found)}
         is_data &= not (reach.uses or reach.has_begun or reach.again)
         return {} if is_data else {token: reach}
 
-    def _parts(self, operand: Origins, token: int, by_row: bool) -> list[Reach]:
+    def _parts(self, operand: Origins, token: int, by_row: bool) -> list[RowReach]:
         """What a row at `token` takes from an operand."""
         if self._steps.is_step(operand):
             token = token_of(operand)
@@ -141,12 +156,12 @@ class Reaches:
         if by_row and token in operand.reach:
             return [operand.reach[token]]
         if by_row and self._has(operand, token):
-            return [Reach(frozenset({self._position(token, operand)}))]
+            return [RowReach(frozenset({self._position(token, operand)}))]
         return [*operand.reach.values()]
 
     def written(
-        self, whole: Mapping[int, Reach], value: Origins, old: Tensor, place: Tensor
-    ) -> dict[int, Reach]:
+        self, whole: Mapping[int, RowReach], value: Origins, old: Tensor, place: Tensor
+    ) -> dict[int, RowReach]:
         """The reaches of a tensor into which a value was written.
 
         Args:
@@ -165,10 +180,10 @@ class Reaches:
             reach = replace(reach, is_placed=True)
         return rest if is_data else {**rest, token: reach}
 
-    def data(self, origins: Origins) -> Reach:
+    def data(self, origins: Origins) -> RowReach:
         """The reach of a row that is data: no recurrence has made it, or one that is over."""
         position = self._position(token_of(origins), origins)
-        return Reach(frozenset({position}), born=origins.born)
+        return RowReach(frozenset({position}), born=origins.born)
 
     def _position(self, token: int, origins: Origins) -> int:
         """The number of a row; rows that an earlier walk has made have others than its data."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.proof import Proof, token_at
+from torchfmri._tokens.rules.proof import Proof
+from torchfmri._tokens.rules.row_reach import token_at
 from torchfmri._tokens.rules.second_walks import SecondWalks
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_rows import moved, row_of, uses_before_a_step

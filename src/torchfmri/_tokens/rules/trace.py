@@ -30,9 +30,9 @@ from torchfmri._tokens.rules.numbers import (
 from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import written
-from torchfmri._tokens.rules.proof import NONE, Reach
 from torchfmri._tokens.rules.reaches import Reaches, token_of
 from torchfmri._tokens.rules.recurrences import Recurrences
+from torchfmri._tokens.rules.row_reach import NONE, RowReach
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import StepUse
 from torchfmri._tokens.rules.steps import Steps
@@ -326,7 +326,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
 
     def _reach(
         self, found: Origins, read: Sequence[Origins], name: str, by_entry: bool, begun: bool
-    ) -> Mapping[int, Reach]:
+    ) -> Mapping[int, RowReach]:
         """The rows of which the rows of a result were computed."""
         reach = self.reaches.of_result(found, read, name, by_entry, self.count)
         if begun and self.steps.is_step(found):

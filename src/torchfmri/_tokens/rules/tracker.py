@@ -20,7 +20,7 @@ from torchfmri._tokens.rules.moves import BY_IDS, MOVES, moved_like, name_of, te
 from torchfmri._tokens.rules.numbers import NOBODY, compact
 from torchfmri._tokens.rules.operations import NEW
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.proof import NONE
+from torchfmri._tokens.rules.row_reach import NONE
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.trace import TokenTrace
 

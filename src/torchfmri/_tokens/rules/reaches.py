@@ -76,6 +76,18 @@ class Reaches:
                 return {}
             parts = [part for each in operands for part in self._parts(each, token, by_row)]
             return {} if not parts else self._joined(token, parts, found, count)
+        return self._of_sequence(found, operands, name, by_entry, by_row, count)
+
+    def _of_sequence(
+        self,
+        found: Origins,
+        operands: Sequence[Origins],
+        name: str,
+        by_entry: bool,
+        by_row: bool,
+        count: int,
+    ) -> Mapping[int, RowReach]:
+        """The reaches of the rows of a sequence."""
         if self.is_over(found, operands, name):
             return {}
         if by_entry:

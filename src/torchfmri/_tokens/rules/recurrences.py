@@ -178,8 +178,13 @@ class Recurrences:
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""
         if not all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests)):
-            return origins.but(first=torch.full_like(origins.first, SEVERAL), second=None,
-                               is_decided=True, is_raw=False, reason=REASON)  # fmt: skip
+            return origins.but(
+                first=torch.full_like(origins.first, SEVERAL),
+                second=None,
+                is_decided=True,
+                is_raw=False,
+                reason=REASON,
+            )
         steps = (*origins.history.values(), *origins.ended.values())
         uses = (each for step in steps for several in step.chain.values() for each in several)
         if not any(_is_lost_step(each) and not _is_role_open(each) for each in uses):

@@ -298,9 +298,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             if found is None:
                 continue
             begun = by_entry and found.has_begun and call.has_constants(each.shape)
-            by_row = by_entry or call.is_move
-            found = replace(found, reach=self._reach(found, read, name, by_row, begun))
-            found.rests = self.reaches.rests(found, read, name)
+            reach = self._reach(found, read, name, by_entry or call.is_move, begun)
+            found = replace(found, reach=reach, rests=self.reaches.rests(found, read, name))
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):

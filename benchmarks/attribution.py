@@ -27,6 +27,7 @@ SECONDS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, default=1000, help="how many random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--recurrences", type=int, default=1000, help="how many random recurrences")
     parser.add_argument("--zoo", action="store_true", help="the architectures of transformers too")
     parser.add_argument("--only", nargs="*", help="only these types of models")
     parser.add_argument(
@@ -44,6 +45,7 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         result = _kinds()
         result |= _programs(range(arguments.seed, arguments.seed + arguments.programs))
+        result |= _recurrences(range(arguments.seed, arguments.seed + arguments.recurrences))
         if arguments.zoo:
             result |= _architectures(arguments.only, arguments.control)
     finally:
@@ -86,6 +88,26 @@ def _programs(seeds: range) -> dict[str, Any]:
         "programs": {**_table(outcomes), "programs": len(seeds), "with something wrong": spoilt},
         "wrong by step": [f"{count} {kind}" for kind, count in wrong.most_common()],
         "refused by step": [f"{count} {kind}" for kind, count in refused.most_common()],
+    }
+
+
+def _recurrences(seeds: range) -> dict[str, Any]:
+    """Recurrences written by hand, in forms that are chosen to be hard."""
+    from attribution import WRONG
+    from random_recurrences import judged
+
+    outcomes: Counter[str] = Counter()
+    wrong = []
+    for seed in seeds:
+        verdicts = judged(seed)
+        outcomes.update(each.outcome for each in verdicts)
+        spoilt = [each for each in verdicts if each.outcome == WRONG]
+        wrong += [f"{seed} {each.name}: {each.detail}" for each in spoilt]
+        if (seed + 1) % 100 == 0:
+            report(f"{seed + 1} recurrences: {dict(outcomes)}")
+    return {
+        "recurrences": {**_table(outcomes), "programs": len(seeds)},
+        "recurrences wrong": wrong,
     }
 
 

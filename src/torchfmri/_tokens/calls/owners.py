@@ -112,6 +112,8 @@ class Owners:
         )
         if earlier is None:
             self._passes.owner_called(found, arguments, keywords)
+            if isinstance(watched.module, nn.RNNBase) and self._passes.tracing is not None:
+                self._passes.tracing.recurrent_called(output)
         else:
             found.tokens = earlier.tokens
         return found

@@ -30,7 +30,7 @@ from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import REASON, StepUse
 from torchfmri._tokens.rules.trace import TokenTrace
-from torchfmri._torch import Aside, Element, flatten_arguments
+from torchfmri._torch import Aside, Element, flatten, flatten_arguments
 
 _ASSUMED = (
     "the layers do not say which axis of an argument the positions are: they are taken to be the "
@@ -260,6 +260,13 @@ class Tracing:
         call.tokens = self.owner(call.layer, arguments)
         self._calls.append(call)
 
+    def recurrent_called(self, output: object) -> None:
+        """Take the rows that a recurrent layer returned for data: its steps need no proof."""
+        tensors = [each.tensor for each in flatten(output)]
+        self.trace.take_as_data(tensors)
+        if self.second is not None:
+            self.second.trace.take_as_data(tensors)
+
     def _name_sources(self, layer: str) -> None:
         """New grids of positions are called after the layer that made them."""
         new = self.trace.sources.all[self._named :]
@@ -317,11 +324,18 @@ class Tracing:
             found.calls[record.watched.layer].append(tokens)
             found.is_usual &= tokens == USUAL
             found.is_dynamic |= origins.is_dynamic
+        self._owners = [(layer, self._settled(handed)) for layer, handed in self._owners]
         for layer, handed in self._owners:
             found.owners[layer].append(handed)
             known = [each for each in handed.origins if each is not None]
             found.is_dynamic |= any(each.is_dynamic for each in known)
         return found
+
+    def _settled(self, handed: OwnerTokens) -> OwnerTokens:
+        """What a layer was handed; sequences of recurrences have no tokens that are not proved."""
+        settled, is_step = self.trace.recurrences.settled, self.trace.steps.is_step
+        several = [e if e is None or is_step(e) else settled(e) for e in handed.origins]
+        return handed._replace(origins=several)
 
     def _is_no_position(self, origins: Origins) -> bool:
         """Whether rows are at no position, in a recurrence that has one for each other use."""

@@ -102,12 +102,12 @@ class TokenRules(OperatorCall):
                 for found in several:
                     self.layouts.used_by_entry(found, each.shape)
         found = self.joins.join(several, shape, self.name)
-        if found is not None and self.name != "copy" and self._has_constants(shape):
+        if found is not None and self.name != "copy" and self.has_constants(shape):
             found = found.but(has_begun=True)
             self.steps.meet_constants(found)
         return found
 
-    def _has_constants(self, rows: torch.Size) -> bool:
+    def has_constants(self, rows: torch.Size) -> bool:
         """Whether there is a constant for each row and sample, as a state to begin with."""
         return any(
             each.ndim > 1 and each.shape[: len(rows)] == rows and each.is_floating_point()
@@ -163,7 +163,7 @@ class TokenRules(OperatorCall):
         dynamic = any(each.is_dynamic for each in several) or chosen.count(None) < len(chosen)
         dynamic |= by_ids and not all(map(self.trace.is_fixed, operands[1:]))
         decided = all(each.is_decided for each in several)
-        has_begun = self.name == "cat" and self._has_constants(self.results[0].shape[:-1])
+        has_begun = self.name == "cat" and self.has_constants(self.results[0].shape[:-1])
         is_one = not self._is_sequence(moved[0])
         return [
             one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided,
@@ -448,6 +448,7 @@ class TokenRules(OperatorCall):
             numbers = torch.where(matrix.any(-1, keepdim=True), numbers, NOBODY)
             numbers = numbers if is_left else numbers.mT
             dynamic = found.is_dynamic or not self.trace.is_fixed(matrix)
+            self.is_move = True
             first = numbers.expand(self.results[0].shape)
             return found.but(first=first, second=None, is_dynamic=dynamic)
         return None

@@ -48,7 +48,13 @@ class Known(Protocol):
 
 
 class OperatorCall:
-    """One operation on data, with its operands by name."""
+    """One operation on data, with its operands by name.
+
+    Attributes:
+        is_move: It turned out that the operation moves rows, and computes none.
+    """
+
+    is_move = False
 
     def __init__(
         self, trace: Known, function: Any, name: str, arguments: Any, keywords: Any, results: Any

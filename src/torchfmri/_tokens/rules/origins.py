@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, unique
+from torchfmri._tokens.rules.row_reach import NONE, Rests, RowReach
 from torchfmri._tokens.rules.second_walks import SecondWalk
 from torchfmri._tokens.rules.step_uses import REASON, Chain, StepUse, TwoPositions
 
@@ -42,6 +43,8 @@ class Origins:
         ended: The same where the recurrence is over, and its rows are data for another one.
         grown: Of what a convolution made longer: the same on a grid of its own.
         use: The use of parameters that this is the result of.
+        reach: Of rows that a recurrence has made, by token: the rows of which they were computed.
+        rests: What is taken for granted: rows that recurrences had made when they became data.
         born: When one position was selected, as a number of operations.
         is_slice: Made of one position of each row, as x[:, t] is.
         is_sample: Made of one entry of the first axis, as x[t] is: a sample, or a step.
@@ -69,6 +72,8 @@ class Origins:
     ended: Mapping[int, Origins] = field(default_factory=dict)
     grown: Origins | None = None
     use: StepUse | None = None
+    reach: Mapping[int, RowReach] = field(default_factory=dict)
+    rests: Rests = NONE
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:
         """The origins of a tensor whose entries are those of this one, moved."""

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.proof import Proof
+from torchfmri._tokens.rules.row_reach import token_at
 from torchfmri._tokens.rules.second_walks import SecondWalks
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_rows import moved, row_of, uses_before_a_step
@@ -42,6 +44,7 @@ class Recurrences:
         self._sources = sources
         self._all: list[StepUse] = []
         self.walks = SecondWalks()
+        self.proof = Proof(sources)
         self.uses: dict[str, list[StepUse]] = {}
         self.pairs: dict[int, TwoPositions] = {}
 
@@ -160,9 +163,28 @@ class Recurrences:
         for several in self.uses.values():
             _check_start(several)
         self._check_turns()
+        for each in self._all:
+            if not self._is_proved(each):
+                each.place = torch.full_like(each.own, SEVERAL)
+
+    def _is_proved(self, use: StepUse) -> bool:
+        """Whether a use belongs to the position that was found for it."""
+        place = use.own if use.place is None else use.place
+        token = int(rows_of(place)[0])
+        places = [self.proof.places(leaf, self.uses[leaf]).get(use) for leaf in use.leaves]
+        is_told = all(each is not None and token_at(each) == token for each in places)
+        return is_told and self.proof.holds(use)
 
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""
+        if not all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests)):
+            return origins.but(
+                first=torch.full_like(origins.first, SEVERAL),
+                second=None,
+                is_decided=True,
+                is_raw=False,
+                reason=REASON,
+            )
         steps = (*origins.history.values(), *origins.ended.values())
         uses = (each for step in steps for several in step.chain.values() for each in several)
         if not any(_is_lost_step(each) and not _is_role_open(each) for each in uses):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.joins import Joins
 from torchfmri._tokens.rules.layouts import Layouts
-from torchfmri._tokens.rules.moves import MOVES, name_of, tensors_in, window
+from torchfmri._tokens.rules.moves import BY_IDS, MOVES, name_of, tensors_in, window
 from torchfmri._tokens.rules.numbers import (
     NOBODY,
     UNKNOWN,
@@ -30,7 +30,9 @@ from torchfmri._tokens.rules.numbers import (
 from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import written
+from torchfmri._tokens.rules.reaches import Reaches, token_of
 from torchfmri._tokens.rules.recurrences import Recurrences
+from torchfmri._tokens.rules.row_reach import NONE, RowReach
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import StepUse
 from torchfmri._tokens.rules.steps import Steps
@@ -61,6 +63,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self.layouts = Layouts(self.sources, self.grids)
         self.steps = Steps(self.sources, self.grids, self.recurrences)
         self.joins = Joins(self.sources, self.grids, self.steps)
+        self.reaches = Reaches(self.recurrences.proof, self.steps, self.grids)
         self.sums = Sums(self.sources, self.grids, self.layouts, self.joins)
         self._origins: dict[int, Origins] = {}
         self._leaves: dict[int, frozenset[str]] = {}
@@ -101,7 +104,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             if base is not None and id(base) in self._written:
                 whole = self._origins[id(base)]
                 seen = window(whole.first, base, tensor)
-                return whole.like(seen) if found is None else found.like(seen)
+                known = whole if found is None else found
+                return known.but(first=seen, second=None, reach=whole.reach)
         return found
 
     def is_data(self, tensor: Tensor) -> bool:
@@ -288,9 +292,14 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             return
         named = {"function": function, "name": name, "arguments": arguments, "keywords": keywords}
         call = TokenRules(trace=self, results=results, **named)
+        by_entry = torch.Tag.pointwise in tags
+        read = self._read(name, operands)
         for each, found in zip(results, call.origins(), strict=True):
             if found is None:
                 continue
+            begun = by_entry and found.has_begun and call.has_constants(each.shape)
+            reach = self._reach(found, read, name, by_entry or call.is_move, begun)
+            found = replace(found, reach=reach, rests=self.reaches.rests(found, read, name))
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
@@ -305,6 +314,25 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self._follow_mask(name, arguments, operands, results)
         if results and results[0] is arguments[0] and function._schema.is_mutable:
             self._write_to_base(arguments[0])
+
+    def _read(self, name: str, operands: Sequence[Tensor]) -> list[Origins]:
+        """The origins of the operands whose values the result has."""
+        operands = operands[1:] if name == "copy" else operands
+        if name in BY_IDS and self.origins(operands[0]) is not None:
+            operands = operands[:1]
+        operands = [each for each in operands if each.is_floating_point()] or operands
+        return [each for each in map(self.origins, operands) if each is not None]
+
+    def _reach(
+        self, found: Origins, read: Sequence[Origins], name: str, by_entry: bool, begun: bool
+    ) -> Mapping[int, RowReach]:
+        """The rows of which the rows of a result were computed."""
+        reach = self.reaches.of_result(found, read, name, by_entry, self.count)
+        if begun and self.steps.is_step(found):
+            token = token_of(found)
+            known = reach.get(token) or self.reaches.data(found)
+            reach = {token: self.recurrences.proof.begun(known)}
+        return reach
 
     def _over(self, found: Origins, is_moved: bool) -> Origins:
         """These origins; what is no step has left its recurrence."""
@@ -370,6 +398,9 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         if use.is_first:
             self.steps.meet_constants(found)
         self.recurrences.add(use, found.chain)
+        token = token_of(found)
+        reach = found.reach.get(token) or self.reaches.data(found)
+        found.reach = {token: self.recurrences.proof.used(use, reach, found.rests)}
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}
 
@@ -412,11 +443,18 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                 if shape[:-1] == rows[:-1] and is_constant_along(found.first, -1):
                     cell.first = found.first.narrow(-1, 0, 1).expand(shape)
                     cell.chain, cell.seen, cell.born = found.chain, found.seen, found.born
+                    cell.reach, cell.rests = found.reach, found.rests
                 elif _without_ones(each.shape) == _without_ones(shape):
                     if found.first.numel() == cell.first.numel():  # axes of one were added
                         cell.first = found.first.reshape(shape)
                     elif each.shape == shape and is_constant_along(found.first, -1):
                         cell.landed = found
+
+    def take_as_data(self, tensors: Sequence[Tensor]) -> None:
+        """Take rows that a recurrence has made for data, whose tokens are known."""
+        for each in map(self._origins.get, map(id, tensors)):
+            if each is not None:
+                each.reach, each.rests = {}, NONE
 
     def land(self, tensor: Tensor, source: TokenSource) -> None:
         """Outputs of which a tensor was computed are at the tokens of this source, (b, s, ...)."""
@@ -437,11 +475,20 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.told().first)
         place = window(first, base, tensor)
-        place.copy_(written(found, first, place.clone(), found.first, self.sources))
+        before = place.clone()
+        place.copy_(written(found, first, before, found.first, self.sources))
+        known = {} if old is None else old.reach
+        reach = self.reaches.written(known, found, before, place)
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = None if self.steps.is_one_step(found) else self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)
-        made = found.but(first=first, second=None, is_dynamic=dynamic)
+        made = found.but(
+            first=first,
+            second=None,
+            is_dynamic=dynamic,
+            reach=reach,
+            rests=found.rests if old is None else found.rests | old.rests,
+        )
         several = [found] if old is None else [old, found]
         self.set(base, self._with_history(made, several))
         self._written.add(id(base))

@@ -20,6 +20,7 @@ from torchfmri._tokens.rules.moves import BY_IDS, MOVES, moved_like, name_of, te
 from torchfmri._tokens.rules.numbers import NOBODY, compact
 from torchfmri._tokens.rules.operations import NEW
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.row_reach import NONE
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.trace import TokenTrace
 
@@ -125,7 +126,7 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
         for tensor, origins in inputs:
             self._kept.append(tensor)
             if origins is not None:  # uses of the pass in which it was called are not ours
-                self.set(tensor, origins.but(chain={}, pair=None, walk=None))
+                self.set(tensor, origins.but(chain={}, pair=None, walk=None, reach={}, rests=NONE))
 
     def leaves(self, tensor: Tensor) -> frozenset[str]:
         """The parameters of which a tensor was computed, where it depends on nothing else."""
@@ -167,8 +168,9 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
             if use.origins is None:
                 continue
             step = use.origins.use
-            use.origins = self.recurrences.settled(use.origins)
-            if step is not None and step.is_moved:
+            if step is None:
+                use.origins = self.recurrences.settled(use.origins)
+            elif step.is_moved:
                 use.origins = use.origins.placed(step)
 
     # -- one operation -----------------------------------------------------------------------

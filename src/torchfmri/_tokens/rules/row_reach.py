@@ -1,0 +1,56 @@
+"""What a row of a recurrence was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchfmri._tokens.rules.step_uses import StepUse
+
+# The numbers of rows, and below `WALK` those of walks, that is, of the rows that met first on the
+# way: so that the states of two walks over the same rows are told apart.
+Positions = frozenset[int]
+WALK = -10
+VERSION = 1 << 40  # what is added to the tokens of rows that an earlier walk has made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowReach:
+    """The rows that a row was computed from.
+
+    Attributes:
+        positions: Theirs, and the walk.
+        uses: The uses of parameters on the way that reach as far.
+        again: The shorter reaches that were joined with it since it reaches as far, and how often.
+        has_begun: Constants stood beside it, or uses on them: a state to begin with.
+        is_placed: It was written over the row of its token, and belongs there.
+        born: When its row was taken out of a sequence, as a number of operations.
+    """
+
+    positions: Positions
+    uses: frozenset[StepUse] = frozenset()
+    again: Mapping[Positions, int] = field(default_factory=dict)
+    has_begun: bool = False
+    born: int = 0
+    is_placed: bool = False
+
+
+# Rows that walks have made before they became data, by the tokens that they have.
+Rests = frozenset[tuple[int, RowReach]]
+NONE: Rests = frozenset()
+
+
+def rows(positions: Positions) -> Positions:
+    """The positions without the walk."""
+    return frozenset(each for each in positions if each > WALK)
+
+
+def token_at(position: int) -> int:
+    """The token of a position, whether it is one of data or of a walk."""
+    return position % VERSION if position >= 0 else position
+
+
+def without(positions: Positions, position: int) -> Positions:
+    """What a state reached before it took in a position; one row is of no walk."""
+    rest = positions - {position}
+    return rows(rest) if len(rows(rest)) == 1 else rest

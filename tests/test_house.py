@@ -235,7 +235,7 @@ CEILINGS = Sizes(
     long_records=0,
     laid_by_hand=90,
     repeated_class_names=0,
-    one_line_docstrings=4,
+    one_line_docstrings=0,
 )
 PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 

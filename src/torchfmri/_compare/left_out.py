@@ -1,4 +1,9 @@
-"""What is not compared, and the notes that say why."""
+"""What is not compared, and the notes that say why.
+
+`pairing` calls these functions once all pairs are known, and gets the pairs that stay. Words may
+change freely. Nothing may be left out without a note, and nothing that computed something: a pair
+goes only if the output around it is compared, or if all that was computed from it agrees.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The tokens that two sides were given: whether they are the same, and their texts."""
+"""The tokens that two sides were given: whether they are the same, and their texts.
+
+`entry_point` asks before anything is compared. Two sides that were given other tokens raise an
+error, because every layer would differ. Only other padding is allowed: then `kept` of both sides
+becomes the positions that are tokens on both, and a note says how many were left out.
+"""
 
 from __future__ import annotations
 

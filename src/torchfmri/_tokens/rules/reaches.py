@@ -1,4 +1,9 @@
-"""The rows that every row of a recurrence was computed from, followed operation by operation."""
+"""The rows that every row of a recurrence was computed from, followed operation by operation.
+
+`trace` asks for the reach of every result beside its origins. `Proof` judges a recurrence by these
+reaches alone, so a row that is forgotten here makes a wrong place look proved. An operation that
+mixes rows and is not known to `_MIXES`, `MOVES` or the products has to join all of them.
+"""
 
 from __future__ import annotations
 

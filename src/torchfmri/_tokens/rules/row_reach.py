@@ -1,4 +1,10 @@
-"""What a row of a recurrence was computed from."""
+"""What a row of a recurrence was computed from.
+
+`Reaches` makes these records, `Origins` carry them, and `Proof` reads them. They are frozen: the
+same record is shared by all rows that were computed alike. Rows of data are numbers from 0 on,
+walks are below `WALK`, and rows that an earlier walk has made are above `VERSION`: the three ranges
+must not meet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Positions that the state of a recurrence meets again: does it walk over them a second time?"""
+"""Positions that the state of a recurrence meets again: does it walk over them a second time?
+
+`Steps` notes what a state meets while a pass is followed, and `Recurrences` asks when it is over,
+because only the whole pass tells what other steps do. A walk that is taken for a second one is
+refused, and one that is not is still subject to `Proof`.
+"""
 
 from __future__ import annotations
 

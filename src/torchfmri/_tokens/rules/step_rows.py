@@ -1,4 +1,8 @@
-"""Uses of the same parameters that follow each other within one step of a recurrence."""
+"""Uses of the same parameters that follow each other within one step of a recurrence.
+
+`Recurrences` asks how many of them belong to the step before and how many to the one after. None is
+the answer wherever the uses of a recurrence do not all tell the same: then they are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One use of parameters that may be a step of a recurrence, and what was seen of it."""
+"""One use of parameters that may be a step of a recurrence, and what was seen of it.
+
+`trace` makes a `StepUse` for every use with one position per sample. `Steps` and `Recurrences` fill
+it in while the pass goes on, and set its `place` when the pass is over. Uses are told apart by
+identity, not by what is in them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Steps of recurrences: which of two positions takes in the other?"""
+"""Steps of recurrences: which of two positions takes in the other?
+
+`Joins` asks for every result that is computed from two positions. The answer is a proposal: it
+gives the result its position, by the order in which rows were selected if nothing else tells.
+Whether the parameters of a recurrence are attributed there is decided by `Proof`, from the reaches
+alone.
+"""
 
 from __future__ import annotations
 

@@ -169,7 +169,9 @@ class Proof:
 
     def is_sample(self, token: int) -> bool:
         """Whether a token is a whole sample."""
-        return token >= 0 and bool(self._sources.is_sample(torch.tensor(token_at(token), device="cpu")))
+        return token >= 0 and bool(
+            self._sources.is_sample(torch.tensor(token_at(token), device="cpu"))
+        )
 
     def _is_state(self, before: Positions, after: Positions) -> bool:
         """Whether the shorter of two reaches was the state, and the position between them new."""

@@ -72,7 +72,9 @@ class Reaches:
         if not (is_known or is_step or self._is_open(found, operands)):
             return {}
         if not is_step:  # a summary of the sample that is spread over it adds no rows
-            operands = [e for e in operands if e.reach or not self._is_summary(e)]
+            others = [each for each in operands if not self._is_summary(each)]
+            if any(token >= 0 for each in others for token in _tokens(each)):
+                operands = others
         by_row = by_entry or name in MOVES or name in WRITES
         by_row |= len(operands) == 1 and name not in _MIXES
         if is_step:

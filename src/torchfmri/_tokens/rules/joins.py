@@ -233,6 +233,9 @@ class Joins:
             return self.steps.by_first_axis(one, other)
         one, other = self.steps.without_constants(one), self.steps.without_constants(other)
         single_a, single_b = self.steps.is_position(one), self.steps.is_position(other)
+        is_alike = compact(one.first).shape == compact(other.first).shape  # no scores of pairs
+        for each in one.begun | other.begun if is_alike and not (single_a and single_b) else ():
+            each.is_split = True
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
             self.steps.spread(one_position)

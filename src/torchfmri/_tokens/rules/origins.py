@@ -21,6 +21,22 @@ from torchfmri._tokens.rules.step_uses import REASON, Chain, StepUse, TwoPositio
 
 
 @dataclass(slots=True, eq=False)
+class Begun:
+    """A walk whose rows may be of several positions at once: where it began.
+
+    Both directions of a sequence in one state are such a walk. Its uses are no steps, because a
+    step has one position per sample.
+
+    Attributes:
+        leaves: The parameters that made its first state.
+        is_split: Its states meet others than their own positions: nothing tells whose uses are.
+    """
+
+    leaves: frozenset[str]
+    is_split: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Origins:
     """The tokens of the entries of one tensor.
 
@@ -45,6 +61,7 @@ class Origins:
         use: The use of parameters that this is the result of.
         reach: Of rows that a recurrence has made, by token: the rows of which they were computed.
         rests: What is taken for granted: rows that recurrences had made when they became data.
+        begun: The walks of several positions at once that led here.
         born: When one position was selected, as a number of operations.
         is_slice: Made of one position of each row, as x[:, t] is.
         is_sample: Made of one entry of the first axis, as x[t] is: a sample, or a step.
@@ -74,6 +91,7 @@ class Origins:
     use: StepUse | None = None
     reach: Mapping[int, RowReach] = field(default_factory=dict)
     rests: Rests = NONE
+    begun: frozenset[Begun] = frozenset()
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:
         """The origins of a tensor whose entries are those of this one, moved."""

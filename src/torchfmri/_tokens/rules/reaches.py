@@ -145,6 +145,14 @@ class Reaches:
         """Whether this is one row for each whole sample."""
         return self._steps.is_step(operand) and self._proof.is_sample(token_of(operand))
 
+    def is_side_by_side(self, found: Origins, operands: Sequence[Origins]) -> bool:
+        """Whether this is a product of one row for each sample, with positions side by side."""
+        if not self._is_summary(found) or len(operands) != 1:
+            return False
+        (operand,) = operands
+        is_row = operand.first.shape[1:-1].numel() == 1
+        return is_row and not self._steps.is_step(operand)
+
     def is_over(self, found: Origins, operands: Sequence[Origins], name: str) -> bool:
         """Whether a walk is over, so that its rows are data for another one.
 

@@ -177,7 +177,8 @@ class Recurrences:
 
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""
-        if not all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests)):
+        is_row = all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests))
+        if not is_row or any(each.is_split for each in origins.begun):
             return origins.but(
                 first=torch.full_like(origins.first, SEVERAL),
                 second=None,

@@ -28,7 +28,7 @@ from torchfmri._tokens.rules.numbers import (
     rows_of,
 )
 from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
-from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.origins import Begun, Origins
 from torchfmri._tokens.rules.places import written
 from torchfmri._tokens.rules.reaches import Reaches, token_of
 from torchfmri._tokens.rules.recurrences import Recurrences
@@ -299,13 +299,16 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                 continue
             begun = by_entry and found.has_begun and call.has_constants(each.shape)
             reach = self._reach(found, read, name, by_entry or call.is_move, begun)
-            found = replace(found, reach=reach, rests=self.reaches.rests(found, read, name))
+            rests = self.reaches.rests(found, read, name)
+            begun = frozenset[Begun]().union(*(each.begun for each in read))
+            found = replace(found, reach=reach, rests=rests, begun=begun)
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
                     found = found.but()
                     if self.steps.is_step(found):  # maybe of a recurrence
                         self._note_use(found, leaves, operands, torch.Tag.pointwise in tags)
+                    self._note_begun(found, read, leaves, operands)
                 self._land(operands, found)
             several = []  # what is computed of several rows is none of them
             if name in MOVES or name in WRITES:
@@ -382,9 +385,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Note that a step is the result of a use of parameters."""
         # A weight times a mask of constants is spread over the samples, a state has a row for each.
-        computed = any(
-            id(each) in self._computed and each.shape == found.first.shape for each in operands
-        )
+        computed = self._has_computed(operands, found)
         is_fresh = len(found.seen) <= 1
         use = StepUse(
             own=found.first,
@@ -403,6 +404,26 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         found.reach = {token: self.recurrences.proof.used(use, reach, found.rests)}
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}
+
+    def _note_begun(
+        self,
+        found: Origins,
+        read: Sequence[Origins],
+        leaves: frozenset[str],
+        operands: Sequence[Tensor],
+    ) -> None:
+        """Note a use that may begin a walk of several positions at once, or go on with one."""
+        if self.reaches.is_side_by_side(found, read):
+            for each in found.begun:
+                each.is_split |= not each.leaves.isdisjoint(leaves)
+        elif self.steps.is_step(found) or not self._has_computed(operands, found):
+            return
+        found.begun |= {Begun(leaves)}
+
+    def _has_computed(self, operands: Sequence[Tensor], found: Origins) -> bool:
+        """Whether one operand is what parameters make of constants, a row for each sample."""
+        shape = found.first.shape
+        return any(id(each) in self._computed and each.shape == shape for each in operands)
 
     def _note_derived(
         self, name: str, operands: Sequence[Tensor], result: Tensor, leaves: frozenset[str]
@@ -488,6 +509,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             is_dynamic=dynamic,
             reach=reach,
             rests=found.rests if old is None else found.rests | old.rests,
+            begun=found.begun if old is None else found.begun | old.begun,
         )
         several = [found] if old is None else [old, found]
         self.set(base, self._with_history(made, several))

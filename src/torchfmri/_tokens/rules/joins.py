@@ -233,7 +233,8 @@ class Joins:
             return self.steps.by_first_axis(one, other)
         one, other = self.steps.without_constants(one), self.steps.without_constants(other)
         single_a, single_b = self.steps.is_position(one), self.steps.is_position(other)
-        is_alike = compact(one.first).shape == compact(other.first).shape  # no scores of pairs
+        shapes = (compact(one.first).shape, compact(other.first).shape)
+        is_alike = torch.broadcast_shapes(*shapes) in shapes  # no scores of pairs
         for each in one.begun | other.begun if is_alike and not (single_a and single_b) else ():
             each.is_split = True
         if single_a != single_b:

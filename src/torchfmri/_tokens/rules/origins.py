@@ -17,23 +17,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, unique
 from torchfmri._tokens.rules.row_reach import NONE, Rests, RowReach
 from torchfmri._tokens.rules.second_walks import SecondWalk
-from torchfmri._tokens.rules.step_uses import REASON, Chain, StepUse, TwoPositions
-
-
-@dataclass(slots=True, eq=False)
-class Begun:
-    """A walk whose rows may be of several positions at once: where it began.
-
-    Both directions of a sequence in one state are such a walk. Its uses are no steps, because a
-    step has one position per sample.
-
-    Attributes:
-        leaves: The parameters that made its first state.
-        is_split: Its states meet others than their own positions: nothing tells whose uses are.
-    """
-
-    leaves: frozenset[str]
-    is_split: bool = False
+from torchfmri._tokens.rules.step_uses import REASON, Begun, Chain, StepUse, TwoPositions
 
 
 @dataclass(slots=True, eq=False)

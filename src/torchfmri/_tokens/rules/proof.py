@@ -222,8 +222,8 @@ class Proof:
 
     def is_row(self, token: int, reach: RowReach) -> bool:
         """Whether a row that was made by a recurrence is at its own token for sure."""
-        if reach.is_placed or self.is_sample(token):
-            return True
+        if token < 0 or reach.is_placed or self.is_sample(token):
+            return True  # what has no token is not said to be at one
         chain, last = self._chain(reach.positions), self.last(reach.positions)
         if last is None or token_at(last) != token:
             return False

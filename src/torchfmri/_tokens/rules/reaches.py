@@ -160,12 +160,15 @@ class Reaches:
         """
         if not any(each.reach for each in operands) or self._steps.is_step(found):
             return False
+        known = {token for each in operands for token in each.reach}
+        tokens = {*_tokens(found)}
+        if known.isdisjoint(tokens) and all(map(self._proof.is_sample, known)):
+            return True  # a grid of its own, of whole samples and parameters
         if name not in ("cat", "stack"):
             states = [e for e in operands if self._steps.is_step(e) and not self._is_summary(e)]
             if name in MOVES or name in WRITES or states:
                 return False
-        known = {token for each in operands for token in each.reach}
-        return self._grids.has_all(found.first) and known <= {*_tokens(found)}
+        return self._grids.has_all(found.first) and known <= tokens
 
     def _joined(
         self, token: int, parts: Sequence[RowReach], found: Origins, count: int

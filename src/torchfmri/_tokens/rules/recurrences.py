@@ -169,6 +169,8 @@ class Recurrences:
 
     def _is_proved(self, use: StepUse) -> bool:
         """Whether a use belongs to the position that was found for it."""
+        if any(each.is_open for each in use.begun):
+            return False
         place = use.own if use.place is None else use.place
         token = int(rows_of(place)[0])
         places = [self.proof.places(leaf, self.uses[leaf]).get(use) for leaf in use.leaves]
@@ -178,7 +180,7 @@ class Recurrences:
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""
         is_row = all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests))
-        if not is_row or any(each.is_split for each in origins.begun):
+        if not is_row or any(each.is_open for each in origins.begun):
             return origins.but(
                 first=torch.full_like(origins.first, SEVERAL),
                 second=None,

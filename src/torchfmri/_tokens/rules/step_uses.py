@@ -54,6 +54,29 @@ class TwoPositions:
 
 
 @dataclass(slots=True, eq=False)
+class Begun:
+    """A walk whose rows may be of several positions at once: where it began.
+
+    Both directions of a sequence in one state are such a walk. Its uses are no steps, because a
+    step has one position per sample.
+
+    Attributes:
+        leaves: The parameters that made its first state.
+        is_split: Its states meet others than their own positions.
+        is_again: These parameters are used on its states.
+    """
+
+    leaves: frozenset[str]
+    is_split: bool = False
+    is_again: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing tells at which positions the parameters are used."""
+        return self.is_split and self.is_again
+
+
+@dataclass(slots=True, eq=False)
 class StepUse:
     """One use of parameters whose result has one position per sample.
 
@@ -66,6 +89,7 @@ class StepUse:
         is_fresh: No step was taken on the way to it.
         pair: The two positions of which it was computed, where these are all.
         walk: The positions that its state has met again.
+        begun: The walks of several positions at once that led here.
         past: The latest uses of all parameters that led to it.
         before: Those of the same parameters.
         after: The uses of the same parameters to which it leads.
@@ -99,6 +123,7 @@ class StepUse:
     after: list[StepUse] = field(default_factory=list)
     is_direct: bool = False
     follows_step: bool = False
+    begun: frozenset[Begun] = frozenset()
     shift: Tensor | None = None
     joined: TwoPositions | None = None
     through: tuple[StepUse, ...] = ()

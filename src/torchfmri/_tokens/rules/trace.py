@@ -28,13 +28,13 @@ from torchfmri._tokens.rules.numbers import (
     rows_of,
 )
 from torchfmri._tokens.rules.operations import NEW, WRITES, TokenRules
-from torchfmri._tokens.rules.origins import Begun, Origins
+from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.places import written
 from torchfmri._tokens.rules.reaches import Reaches, token_of
 from torchfmri._tokens.rules.recurrences import Recurrences
 from torchfmri._tokens.rules.row_reach import NONE, RowReach
 from torchfmri._tokens.rules.sources import Sources, TokenSource
-from torchfmri._tokens.rules.step_uses import StepUse
+from torchfmri._tokens.rules.step_uses import Begun, StepUse
 from torchfmri._tokens.rules.steps import Steps
 from torchfmri._tokens.rules.sums import Sums
 from torchfmri._tokens.rules.way import step
@@ -395,6 +395,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             is_fresh=is_fresh,
             pair=found.pair,
             walk=found.walk,
+            begun=found.begun,
         )
         if use.is_first:
             self.steps.meet_constants(found)
@@ -413,12 +414,13 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         operands: Sequence[Tensor],
     ) -> None:
         """Note a use that may begin a walk of several positions at once, or go on with one."""
-        if self.reaches.is_side_by_side(found, read):
-            for each in found.begun:
-                each.is_split |= not each.leaves.isdisjoint(leaves)
-        elif self.steps.is_step(found) or not self._has_computed(operands, found):
-            return
-        found.begun |= {Begun(leaves)}
+        is_mixed = self.reaches.is_side_by_side(found, read)
+        for each in found.begun:
+            each.is_again |= not each.leaves.isdisjoint(leaves)
+            each.is_split |= is_mixed and not each.leaves.isdisjoint(leaves)
+        is_first = not self.steps.is_step(found) and self._has_computed(operands, found)
+        if is_mixed or is_first:
+            found.begun |= {Begun(leaves)}
 
     def _has_computed(self, operands: Sequence[Tensor], found: Origins) -> bool:
         """Whether one operand is what parameters make of constants, a row for each sample."""

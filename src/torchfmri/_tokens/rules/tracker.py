@@ -8,7 +8,7 @@ result in the graph are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchfmri._tokens.rules.operations import NEW
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.row_reach import NONE
 from torchfmri._tokens.rules.sources import Sources
+from torchfmri._tokens.rules.step_uses import REASON
 from torchfmri._tokens.rules.trace import TokenTrace
 
 
@@ -42,7 +43,7 @@ class Tags:
     of: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Derived:
     """A tensor computed from parameters alone.
 
@@ -53,6 +54,8 @@ class Derived:
             computed and not only moved.
         origins: Set where the entries were chosen by tokens, as in an embedding.
         edge: Its place in the graph, where its entries were computed.
+        past: All derived tensors that it was computed from.
+        again: Those of them that were combined with their own parameters since: `w = w * a`.
     """
 
     tensor: Tensor
@@ -60,6 +63,8 @@ class Derived:
     places: Tensor | None
     origins: Origins | None = None
     edge: Any = None
+    past: frozenset[Derived] = frozenset()
+    again: frozenset[Derived] = frozenset()
 
 
 @dataclass(slots=True)
@@ -119,6 +124,7 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []  # an id is one as long as its tensor is there
         self._waiting: list[Use] = []
         self._made: list[Derived] = []
+        self._met: set[Derived] = set()
         self._paused = 0
         for name, leaf in leaves.items():
             places = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape)
@@ -216,10 +222,24 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
             numbers = {id(source.tensor): source.origins.first}
             found = moved_like(function, arguments, keywords, numbers)
             origins = [source.origins.like(each) for each in found]
+        past, again = _past(sources)
+        if name_of(function) in ("cat", "stack"):
+            self._refuse_steps([*sources])
         for number, each in enumerate(tensors_in((result,), {})):
             places = moved[number] if moved is not None else None
-            self._remember(Derived(each, leaves, places, origins[number] if origins else None))
+            made = Derived(each, leaves, places, origins[number] if origins else None)
+            made.past, made.again = past, again
+            self._remember(made)
             self.note_state(name_of(function), tensors_in(arguments, keywords), each)
+
+    def _refuse_steps(self, several: Sequence[Derived]) -> None:
+        """Refuse parameters that change a weight from one position to the next, `w = w * a`.
+
+        The gradient of each weight is known, and not that of each change.
+        """
+        for each in several:
+            for earlier in each.again.intersection(several):
+                self.unknown.update(dict.fromkeys(each.leaves & earlier.leaves, REASON))
 
     def _become_data(self, chosen: Iterable[Derived]) -> None:
         """Rows of parameters that tokens have chosen: their own gradients are wanted."""
@@ -274,6 +294,11 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
             self._use_in_list(function, arguments, origins, inner)
 
     def _add(self, use: Use) -> None:
+        made = use.derived
+        if made.past and made not in self._met:
+            for each in [e for e in self._met if e in made.again or made in e.again]:
+                self._refuse_steps([each, made])
+            self._met.add(made)
         self.uses.append(use)
         self._waiting.append(use)
 
@@ -328,6 +353,18 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
         self.forget(results[0])
         self._remember(Derived(results[0], source.leaves, moved[0], origins))
         return True
+
+
+def _past(sources: Sequence[Derived]) -> tuple[frozenset[Derived], frozenset[Derived]]:
+    """All tensors that a result was computed from, and those combined with their parameters."""
+    pasts = [each.past | {each} for each in sources]
+    again = frozenset[Derived]().union(*(each.again for each in sources))
+    for past in pasts:
+        for other, theirs in zip(sources, pasts, strict=True):
+            if theirs is not past:
+                shared = (e for e in past - theirs if e.past and e.leaves & other.leaves)
+                again |= frozenset(shared)
+    return frozenset[Derived]().union(*pasts), again
 
 
 def fresh_tags(tensor: Tensor) -> Tags | None:

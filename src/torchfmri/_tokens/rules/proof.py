@@ -222,12 +222,23 @@ class Proof:
 
     def is_row(self, token: int, reach: RowReach) -> bool:
         """Whether a row that was made by a recurrence is at its own token for sure."""
-        if token < 0 or reach.is_placed or self.is_sample(token):
-            return True  # what has no token is not said to be at one
+        if reach.is_placed or self.is_sample(token):
+            return True
         chain, last = self._chain(reach.positions), self.last(reach.positions)
         if last is None or token_at(last) != token:
             return False
         return len(reach.positions) == 1 or (chain is not None and self._is_regular(reach, chain))
+
+    def is_of_sample(self, use: StepUse) -> bool:
+        """Whether a use is on arguments of one sample that have no positions, and joins none."""
+        reals = rows(self._of[use].positions.union(*self._next[use]))
+        if not reals or min(reals) < 0:
+            return False
+        numbers = torch.tensor([token_at(each) for each in reals], device="cpu")
+        sources = self._sources.present(numbers)
+        if not all(each.is_given and each.grid[1] == 1 for each in sources):
+            return False
+        return len(torch.unique(self._sources.sample_of(numbers))) == 1
 
     def holds(self, use: StepUse) -> bool:
         """Whether the rows of other recurrences that were read on the way are at their tokens."""

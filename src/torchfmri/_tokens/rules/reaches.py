@@ -162,7 +162,8 @@ class Reaches:
             return False
         known = {token for each in operands for token in each.reach}
         tokens = {*_tokens(found)}
-        if known.isdisjoint(tokens) and all(map(self._proof.is_sample, known)):
+        read = {token for each in operands for token in _tokens(each)}
+        if read.isdisjoint(tokens) and all(map(self._proof.is_sample, known)):
             return True  # a grid of its own, of whole samples and parameters
         if name not in ("cat", "stack"):
             states = [e for e in operands if self._steps.is_step(e) and not self._is_summary(e)]

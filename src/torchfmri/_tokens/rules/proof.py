@@ -229,16 +229,24 @@ class Proof:
             return False
         return len(reach.positions) == 1 or (chain is not None and self._is_regular(reach, chain))
 
-    def is_of_sample(self, use: StepUse) -> bool:
-        """Whether a use is on arguments of one sample that have no positions, and joins none."""
-        reals = rows(self._of[use].positions.union(*self._next[use]))
-        if not reals or min(reals) < 0:
+    def is_alone(self, use: StepUse) -> bool:
+        """Whether a row never meets two rows of one grid: no recurrence, but two inputs."""
+        found, waiting = set[Positions](), [self._of[use].positions, *self._next[use]]
+        while waiting:
+            each = waiting.pop()
+            if not each:
+                return False
+            if each not in found:
+                found.add(each)
+                waiting.extend(self._grown.get(each, ()))
+        met = rows(Positions().union(*found))
+        reals = {*map(token_at, met)}
+        if min(reals) < 0 or met & self._mixed:
             return False
-        numbers = torch.tensor([token_at(each) for each in reals], device="cpu")
-        sources = self._sources.present(numbers)
-        if not all(each.is_given and each.grid[1] == 1 for each in sources):
-            return False
-        return len(torch.unique(self._sources.sample_of(numbers))) == 1
+        sources = self._sources.present(torch.tensor([*reals], device="cpu"))
+        # Whole samples beside positions may have been made of these.
+        is_like = len({each.grid[1] == 1 for each in sources}) == 1
+        return is_like and len(sources) == len(reals)
 
     def holds(self, use: StepUse) -> bool:
         """Whether the rows of other recurrences that were read on the way are at their tokens."""

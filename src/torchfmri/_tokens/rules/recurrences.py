@@ -173,7 +173,7 @@ class Recurrences:
             return False
         place = use.own if use.place is None else use.place
         token = int(rows_of(place)[0])
-        if self.proof.is_sample(token) and self.proof.is_of_sample(use):
+        if token == int(rows_of(use.own)[0]) and self.proof.is_alone(use):
             return self.proof.holds(use)
         places = [self.proof.places(leaf, self.uses[leaf]).get(use) for leaf in use.leaves]
         is_told = all(each is not None and token_at(each) == token for each in places)

@@ -234,7 +234,7 @@ class Joins:
         one, other = self.steps.without_constants(one), self.steps.without_constants(other)
         single_a, single_b = self.steps.is_position(one), self.steps.is_position(other)
         shapes = (compact(one.first).shape, compact(other.first).shape)
-        is_alike = torch.broadcast_shapes(*shapes) in shapes  # no scores of pairs
+        is_alike = a.shape in shapes  # no scores of pairs
         for each in one.begun | other.begun if is_alike and not (single_a and single_b) else ():
             each.is_split = True
         if single_a != single_b:

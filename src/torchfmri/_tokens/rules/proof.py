@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -24,6 +23,9 @@ from torchfmri._tokens.rules.row_reach import (
     Positions,
     Rests,
     RowReach,
+    all_of,
+    kinds,
+    most_of,
     rows,
     token_at,
     without,
@@ -231,14 +233,9 @@ class Proof:
 
     def is_alone(self, use: StepUse) -> bool:
         """Whether a row never meets two rows of one grid: no recurrence, but two inputs."""
-        found, waiting = set[Positions](), [self._of[use].positions, *self._next[use]]
-        while waiting:
-            each = waiting.pop()
-            if not each:
-                return False
-            if each not in found:
-                found.add(each)
-                waiting.extend(self._grown.get(each, ()))
+        found = all_of([self._of[use].positions, *self._next[use]], self._grown)
+        if not all(found):
+            return False
         met = rows(Positions().union(*found))
         reals = {*map(token_at, met)}
         if min(reals) < 0 or met & self._mixed:
@@ -257,10 +254,10 @@ class Proof:
         usual: dict[tuple[str, int], int] = {}
         for each in chain:
             if each != reach.positions:
-                for kind, times in _kinds(self._again[each], chain, each).items():
+                for kind, times in kinds(self._again[each], chain, each).items():
                     usual[kind] = max(usual.get(kind, 0), times)
-        ours = _kinds(reach.again, chain, reach.positions)
-        return all(_most(usual, kind) >= times for kind, times in ours.items() if kind != NEW)
+        ours = kinds(reach.again, chain, reach.positions)
+        return all(most_of(usual, kind) >= times for kind, times in ours.items() if kind != NEW)
 
     # -- when it is over: uses ---------------------------------------------------------------------
 
@@ -381,38 +378,12 @@ class Proof:
         for level, uses in enumerate(levels[:-1]):
             for use in uses:
                 met = dict.fromkeys(self._after[use], 1)
-                usual |= _kinds(met, chain, chain[level]).keys()
+                usual |= kinds(met, chain, chain[level]).keys()
         for use in levels[-1]:
             met = dict.fromkeys(self._after[use], 1)
             known = dict.fromkeys(usual | {NEW}, 1)
-            if not all(_most(known, kind) for kind in _kinds(met, chain, chain[-1])):
+            if not all(most_of(known, kind) for kind in kinds(met, chain, chain[-1])):
                 return False
             if not self._is_regular(self._of[use], chain):
                 return False
         return True
-
-
-def _kinds(
-    again: Mapping[Positions, int], chain: Sequence[Positions], state: Positions
-) -> dict[tuple[str, int], int]:
-    """What a state was joined with again, by how many steps ago that is, and how often."""
-    found: dict[tuple[str, int], int] = {}
-    level = chain.index(state)
-    order = [*chain[0], *(min(rows(b) - a) for a, b in pairwise(chain))]
-    for each, times in again.items():
-        kind = ("unknown", len(each))
-        if each == chain[0] and level:
-            kind = ("first", level)  # a row, or the state that it is
-        elif len(each) == 1 and min(each) in order:
-            kind = ("row", level - order.index(min(each)))
-        elif each in chain:
-            kind = ("state", level - chain.index(each))
-        found[kind] = max(found.get(kind, 0), times)
-    return found
-
-
-def _most(usual: Mapping[tuple[str, int], int], kind: tuple[str, int]) -> int:
-    """How often a kind of row or state is joined at other steps."""
-    name, level = kind
-    names = ("row", "state") if name == "first" else (name, "first")
-    return max(usual.get((each, level), 0) for each in names)

@@ -8,8 +8,9 @@ must not meet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torchfmri._tokens.rules.step_uses import StepUse
 
@@ -60,3 +61,42 @@ def without(positions: Positions, position: int) -> Positions:
     """What a state reached before it took in a position; one row is of no walk."""
     rest = positions - {position}
     return rows(rest) if len(rows(rest)) == 1 else rest
+
+
+def all_of(
+    several: Iterable[Positions], grown: Mapping[Positions, Iterable[Positions]]
+) -> set[Positions]:
+    """These reaches, and all that have grown out of them."""
+    found, waiting = set[Positions](), [*several]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting.extend(grown.get(each, ()))
+    return found
+
+
+def kinds(
+    again: Mapping[Positions, int], chain: Sequence[Positions], state: Positions
+) -> dict[tuple[str, int], int]:
+    """What a state was joined with again, by how many steps ago that is, and how often."""
+    found: dict[tuple[str, int], int] = {}
+    level = chain.index(state)
+    order = [*chain[0], *(min(rows(b) - a) for a, b in pairwise(chain))]
+    for each, times in again.items():
+        kind = ("unknown", len(each))
+        if each == chain[0] and level:
+            kind = ("first", level)  # a row, or the state that it is
+        elif len(each) == 1 and min(each) in order:
+            kind = ("row", level - order.index(min(each)))
+        elif each in chain:
+            kind = ("state", level - chain.index(each))
+        found[kind] = max(found.get(kind, 0), times)
+    return found
+
+
+def most_of(usual: Mapping[tuple[str, int], int], kind: tuple[str, int]) -> int:
+    """How often a kind of row or state is joined at other steps."""
+    name, level = kind
+    names = ("row", "state") if name == "first" else (name, "first")
+    return max(usual.get((each, level), 0) for each in names)

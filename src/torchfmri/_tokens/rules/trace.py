@@ -300,15 +300,12 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             begun = by_entry and found.has_begun and call.has_constants(each.shape)
             reach = self._reach(found, read, name, by_entry or call.is_move, begun)
             rests = self.reaches.rests(found, read, name)
-            begun = frozenset[Begun]().union(*(each.begun for each in read))
-            found = replace(found, reach=reach, rests=rests, begun=begun)
+            found = replace(found, reach=reach, rests=rests, begun=_begun(read))
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
-                    found = found.but()
-                    if self.steps.is_step(found):  # maybe of a recurrence
-                        self._note_use(found, leaves, operands, torch.Tag.pointwise in tags)
-                    self._note_begun(found, read, leaves, operands)
+                    found = self._note_begun(found.but(), read, leaves, operands)
+                    self._note_use(found, leaves, operands, by_entry)
                 self._land(operands, found)
             several = []  # what is computed of several rows is none of them
             if name in MOVES or name in WRITES:
@@ -383,7 +380,9 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
     def _note_use(
         self, found: Origins, leaves: frozenset[str], operands: Sequence[Tensor], is_pointwise: bool
     ) -> None:
-        """Note that a step is the result of a use of parameters."""
+        """Note that a step, maybe of a recurrence, is the result of a use of parameters."""
+        if not self.steps.is_step(found):
+            return
         # A weight times a mask of constants is spread over the samples, a state has a row for each.
         computed = self._has_computed(operands, found)
         is_fresh = len(found.seen) <= 1
@@ -412,7 +411,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         read: Sequence[Origins],
         leaves: frozenset[str],
         operands: Sequence[Tensor],
-    ) -> None:
+    ) -> Origins:
         """Note a use that may begin a walk of several positions at once, or go on with one."""
         is_mixed = self.reaches.is_side_by_side(found, read)
         for each in found.begun:
@@ -421,6 +420,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         is_first = not self.steps.is_step(found) and self._has_computed(operands, found)
         if is_mixed or is_first:
             found.begun |= {Begun(leaves)}
+        return found
 
     def _has_computed(self, operands: Sequence[Tensor], found: Origins) -> bool:
         """Whether one operand is what parameters make of constants, a row for each sample."""
@@ -524,3 +524,7 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 
 def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _begun(read: Sequence[Origins]) -> frozenset[Begun]:
+    return frozenset(walk for each in read for walk in each.begun)

@@ -1021,3 +1021,59 @@ def test_a_gradient_that_autograd_knows_to_be_zero(keep: Any, bias: bool) -> Non
     assert tokens.coverage().residual < 1e-12
     assert len(monitor.history) == 1
     assert not monitor.history.missing
+
+
+class _OrderedWalk(nn.Module):
+    """A recurrence with a free parameter, over positions in an order of their own."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(2, dtype=torch.float64))
+        self.order = order
+        self.register_buffer("kept", torch.arange(4))
+
+    def read(self, x: Tensor, order: Tensor) -> Tensor:
+        match self.order:
+            case "index":
+                return x[:, order]
+            case "index_select":
+                return x.index_select(1, order)
+            case "gather":
+                return x.gather(1, order[None, :, None].expand_as(x))
+            case "buffer":
+                self.kept.copy_(order)
+                return x[:, self.kept]
+            case "constant":
+                return x[:, [3, 1, 0, 2]]
+            case _:
+                return x[:, x[0, :, 0].argsort()]
+
+    def forward(self, x: Tensor, order: Tensor, a: list[Tensor] | None = None) -> Tensor:
+        state, rows = torch.zeros_like(x[:, 0]), self.read(x, order)
+        for t in range(x.shape[1]):
+            state = torch.tanh((self.a if a is None else a[t]) * state + rows[:, t])
+        return state
+
+
+@pytest.mark.parametrize(
+    "order", ["index", "index_select", "gather", "buffer", "argsort", "constant"]
+)
+def test_an_order_that_changes_from_pass_to_pass(order: str) -> None:
+    model = _OrderedWalk(order)
+    orders = ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2])
+    for positions in orders:
+        x = torch.randn(1, 4, 2, dtype=torch.float64)
+        with torchfmri.token_gradients(model) as tokens:
+            model(x, torch.tensor(positions)).sum().backward()
+        read = model.read(torch.arange(4.0).expand(1, 2, 4).mT, torch.tensor(positions))
+        if order == "argsort":
+            read = x[:, :, 0].argsort()[..., None]
+        copies = [model.a.detach().clone().requires_grad_() for _ in range(4)]
+        model(x, torch.tensor(positions), copies).sum().backward()
+        expected = torch.zeros(1, 4, dtype=torch.float64)
+        for position, copy in zip(read[0, :, 0].long().tolist(), copies, strict=True):
+            assert copy.grad is not None
+            expected[0, position] = copy.grad.norm()
+        torch.testing.assert_close(tokens["a"].norm(), expected)
+        # A position further on would be seen: the first row of the walk has no gradient.
+        assert not torch.allclose(expected, expected.roll(1, 1))

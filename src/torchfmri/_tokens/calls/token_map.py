@@ -299,7 +299,7 @@ class Tracing:
         found = TokenMap()
         found.counts, found.constants = dict(counts), frozenset(self._constants)
         found.outer = self._outer
-        found.is_dynamic = self.trace.has_data_shapes
+        found.is_dynamic = self.trace.has_data_shapes or self.trace.has_data_steps
         found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
         lookups = self._rows_of_constants()
         self.trace.recurrences.place()

@@ -51,6 +51,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             that may differ in another run with the same masks.
         reads_masks: Whether Python was handed one that depends on the masks alone.
         has_data_shapes: Whether values decided the shape of a tensor (`nonzero`).
+        has_data_steps: Whether values decided which rows the steps of a recurrence take in.
         of_layers: The parameters of Linear layers.
         beside: The same run with the features of its arguments second; None where they are not.
     """
@@ -84,6 +85,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self.way = 0
         self.reads_values = self.reads_masks = False
         self.has_data_shapes = False
+        self.has_data_steps = False
         self.beside: TokenTrace | None = None
         self.of_layers: frozenset[str] = frozenset()
 
@@ -383,6 +385,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         """Note that a step, maybe of a recurrence, is the result of a use of parameters."""
         if not self.steps.is_step(found):
             return
+        self.has_data_steps |= found.is_dynamic
         # A weight times a mask of constants is spread over the samples, a state has a row for each.
         computed = self._has_computed(operands, found)
         is_fresh = len(found.seen) <= 1

@@ -24,6 +24,7 @@ from torchfmri._compare.left_out import (
     without_details,
     without_frozen,
     without_positions,
+    without_uncalled,
 )
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import (
@@ -92,7 +93,7 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
             found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
         if direction == PARAMETERS and not same_trained:
             found = without_frozen(found, a, b, matching.pairs)
-    found = without_details(found, a)
+    found = without_details(without_uncalled(found, a, b, matching), a)
     if not same_layout:
         found = without_positions(found, a)
     note_left_out(a, b, left_out)

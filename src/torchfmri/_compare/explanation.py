@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from torchfmri._compare.causes import (
     causes_of,
+    dropout_kinds,
     mode_kinds,
     tensor_kinds,
     tied_kinds,
@@ -30,7 +31,7 @@ from torchfmri._compare.matching import (
     unmatched_before,
 )
 from torchfmri._compare.origin import Origin
-from torchfmri._compare.recording import FORWARD, PARAMETERS, rows_of_both
+from torchfmri._compare.recording import BACKWARD, FORWARD, rows_of_both
 from torchfmri._compare.side import Side
 
 
@@ -49,7 +50,7 @@ def explain(
     found: list[Kind] = []
     layer, modules_a, modules_b = origin.layer, one.modules, two.modules
     partner = matching.pairs.get(layer, layer)
-    if one.run is not None and two.run is not None and pair.direction == PARAMETERS:
+    if one.run is not None and two.run is not None and pair.direction != BACKWARD:
         tied = tied_kinds(one.run.model, two.run.model, matching.pairs)
         found += [tied[layer]] if layer in tied else []
     seen = pair.place.layer if pair.direction == FORWARD else None
@@ -71,7 +72,8 @@ def explain(
         others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
         turned = transposing_classes(modules_a, modules_b, others)
         found += causes_of(modules_a[layer], modules_b[partner], turned)
-        found += mode_kinds(modules_a[layer], modules_b[partner])
+        modes = mode_kinds(modules_a[layer], modules_b[partner])
+        found += modes or dropout_kinds(modules_a[layer], modules_b[partner])
         found += _uncalled_kinds(layer, matching, one, two)
     if one.run is not None and two.run is not None:
         found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]

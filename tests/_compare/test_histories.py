@@ -68,6 +68,46 @@ def test_a_parameter_that_is_frozen_at_a_step_is_named(base: Monitor, turned: bo
     assert compare(frozen, frozen).agree
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rate", "steps"), [(0.1, 5), (0.0, 5), (0.1, 1)])
+def test_a_parameter_that_is_frozen_from_the_start_is_named(
+    rate: float, steps: int, turned: bool
+) -> None:
+    free, frozen = (_froze(each, rate, steps) for each in (False, True))
+    first = compare(*(free, frozen)[:: -1 if turned else 1]).first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (0, "2.weight", "parameter_gradients")
+    has, lacks = ("b", "a") if turned else ("a", "b")
+    assert first.reason == f"only {has} has any: not trained in {lacks}"
+    assert compare(frozen, _froze(True, rate, steps)).agree
+
+
+def _froze(freeze: bool, rate: float, steps: int) -> Monitor:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    net[2].weight.requires_grad_(not freeze)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    with Monitor(net, optimizer) as monitor:
+        for _ in range(steps):
+            loss = net(torch.randn(6, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+    return monitor
+
+
+def test_series_that_only_one_run_has_are_named(base: Monitor) -> None:
+    less = History.load(base.history.save(_place("less")))
+    gone = less.series.index(("3", "activations"))
+    less.series = [each for each in less.series if each != ("3", "activations")]
+    for step in less:
+        step.table = np.delete(step.table, gone, axis=0)
+    found = compare(base, less)
+    assert found.agree
+    assert "only a has activations of '3': not compared" in found.notes
+
+
 def test_steps_at_which_one_run_watched_less_are_no_difference(base: Monitor) -> None:
     sparse = History.load(base.history.save(_place("sparse")))
     columns = [at for at, each in enumerate(sparse.series) if each.what == "parameter_gradients"]

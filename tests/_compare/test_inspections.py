@@ -223,6 +223,38 @@ def test_a_layer_that_one_run_calls_more_often_is_a_difference() -> None:
         assert (found.layer, found.call) == ("layer", 2)
 
 
+class Keyed(nn.Module):
+    """The gradient of the bias of its keys is zero but for rounding."""
+
+    def __init__(self, turned: bool, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        self.turned, self.factor = turned, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, values = self.k(x), self.v(x)
+        if self.turned:  # the same sum, added up in another order
+            keys, values = keys.flip(0), values.flip(0)
+        found: Tensor = (self.q(x) @ keys.T).softmax(-1) @ values * self.factor
+        return found.square()
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-3])
+def test_a_gradient_that_is_nothing_but_rounding_is_no_difference(tolerance: float | None) -> None:
+    def recorded(*given: Any) -> Any:
+        inspector = Inspector(Keyed(*given), keep="tensors")
+        inspector.watch("*", ["activations", "gradients", "parameter_gradients"])
+        return inspector.run_inspection(torch.linspace(-1, 1, 24).reshape(6, 4), loss="sum")
+
+    one, two = recorded(False), recorded(True)
+    biases = [each["k"].parameter_gradients["bias"] for each in (one, two)]
+    assert not torch.equal(*biases), "rounding made them differ"
+    assert compare(one, two, tolerance=tolerance).agree
+    assert not compare(one, two, tolerance=0).agree
+    assert "parameters" in compare(one, recorded(False, 1.01), tolerance=tolerance).differences
+
+
 def test_gradient_present_in_one_run_only() -> None:
     frozen = model()
     frozen[0].requires_grad_(False)

@@ -32,6 +32,39 @@ def test_a_layer_that_one_side_froze_is_listed() -> None:
     assert not compare(small(), small(), data=torch.randn(6, 8)).changes
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_dropout_that_only_one_side_has_is_named(turned: bool) -> None:
+    net = nn.Sequential()
+    for name, layer in zip(("first", "act", "last"), small(), strict=True):
+        net.add_module(name, layer)
+    port: Any = copy.deepcopy(net.eval())
+    port.act = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    found = compare(*(net, port)[:: -1 if turned else 1], data=x)
+    said = f"dropout is on in {'a' if turned else 'b'} only"
+    assert found.first is not None
+    assert found.first.layer == "act"
+    assert ("mode", f"{said}, in '1'") in found.first.kinds
+    assert f"{said}, in 'act.1'" in [str(each) for each in found.changes]
+    port.eval()
+    found = compare(*(net, port)[:: -1 if turned else 1], data=x)
+    assert found.agree
+    assert "mode" not in [each.name for each in found.changes]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_that_is_shared_on_one_side_only_is_named(turned: bool) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    port = copy.deepcopy(net)
+    port[2].weight = port[0].weight
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    first = compare(*(net, port)[:: -1 if turned else 1], data=x).first
+    assert first is not None
+    assert first.layer == "2"
+    only = "a" if turned else "b"
+    assert first.kinds[0] == ("tied", f"'0' and '2' share a weight in {only} only")
+
+
 class Deep(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -254,6 +254,22 @@ def test_scans(tiny: Any, tmp_path: Path) -> None:
     assert found.layer == "model.layers.2.mlp.up_proj"
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_scan_has_the_rounding_of_the_dtype_of_its_model(turned: bool, tmp_path: Path) -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    text = "What is 2 + 2? The answer"  # the gradients of its keys differ by 0.14
+    exact = torchfmri.scan(model, tokenizer, text, max_new_tokens=1)
+    torchfmri.scan(model.bfloat16(), tokenizer, text, max_new_tokens=1).save(tmp_path / "b")
+    rounded = torchfmri.load(tmp_path / "b")
+    assert compare(*(exact, rounded)[:: -1 if turned else 1]).agree
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+    wrong = torchfmri.scan(model, tokenizer, text, max_new_tokens=1)
+    first = compare(*(exact, wrong)[:: -1 if turned else 1]).first
+    assert first is not None
+    assert first.layer == "model.layers.1.mlp.down_proj"
+
+
 def test_scans_are_compared_in_the_order_in_which_modules_finish() -> None:
     model, tokenizer = torchfmri.load_model("tiny")
     scans = []

@@ -84,6 +84,16 @@ def mode_kinds(a: nn.Module, b: nn.Module) -> list[Kind]:
     return [Kind("mode", f"training is {a.training} in a and {b.training} in b")]
 
 
+def dropout_kinds(a: nn.Module, b: nn.Module) -> list[Kind]:
+    """Return the kind `mode` if dropout is on, in a module or inside it, on one side only."""
+    drops = [[n for n, m in each.named_modules() if m.training and can_drop(m)] for each in (a, b)]
+    if bool(drops[0]) == bool(drops[1]):
+        return []
+    only, name = ("a", drops[0][0]) if drops[0] else ("b", drops[1][0])
+    inside = f", in {name!r}" if name else ""
+    return [Kind("mode", f"dropout is on in {only} only{inside}")]
+
+
 def class_kind(a: nn.Module, b: nn.Module) -> Kind | None:
     """Return the kind `class` if the two modules compute with different classes, else None.
 

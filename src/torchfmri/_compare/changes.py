@@ -16,6 +16,7 @@ from torchfmri._compare.causes import (
     Convention,
     attribute_kinds,
     class_kind,
+    dropout_kinds,
     mode_kinds,
     own_tensors,
     setting_kinds,
@@ -84,6 +85,8 @@ def _run_changes(a: Run, b: Run) -> Iterator[Change]:
     if a.model.training != b.model.training:
         said = f"training is {a.model.training} in a and {b.model.training} in b"
         yield Change("mode", said, ("",))
+    else:
+        yield from (Change(*each, ("",)) for each in dropout_kinds(a.model, b.model))
     yield from data_changes(a, b)
 
 

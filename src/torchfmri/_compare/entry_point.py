@@ -295,8 +295,10 @@ def _reason(pair: Pair, own: Sequence[Pair], gap: float, one: Side, two: Side) -
     if not pair.reason and gap == math.inf:
         reason = "some values are NaN or infinite on one side only"
     last = max(index for index, each in enumerate(own) if each.differs)
-    if pair.direction == FORWARD and last + 1 < len(own):
-        after = own[last + 1].place.layer
+    # The loss may agree because it does not depend on what differs.
+    rest = own[last + 1 :] if any(_has_axes(each, one) for each in own[last + 1 :]) else []
+    if pair.direction == FORWARD and rest:
+        after = rest[0].place.layer
         reason += f". From the output of {listed([after])} on the two agree again"
     if pair.repeats:
         reason += (
@@ -304,6 +306,12 @@ def _reason(pair: Pair, own: Sequence[Pair], gap: float, one: Side, two: Side) -
             "same way when both sides round anew, so less is allowed"
         )
     return reason
+
+
+def _has_axes(pair: Pair, one: Side) -> bool:
+    """Whether a pair is more than one number."""
+    value = one.recording.value(pair.place)
+    return value is None or bool(value.shape)
 
 
 def _numbers(pair: Pair, one: Side, two: Side) -> str:

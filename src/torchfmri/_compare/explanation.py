@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from torchfmri._compare.causes import (
     causes_of,
+    dropout_kinds,
     mode_kinds,
     tensor_kinds,
     tied_kinds,
@@ -22,9 +23,15 @@ from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.difference import Kind, Pair
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import Matching, missing_layers, other_order, unmatched_before
+from torchfmri._compare.matching import (
+    Matching,
+    missing_layers,
+    other_order,
+    uncalled_before,
+    unmatched_before,
+)
 from torchfmri._compare.origin import Origin
-from torchfmri._compare.recording import FORWARD, PARAMETERS, rows_of_both
+from torchfmri._compare.recording import BACKWARD, FORWARD, rows_of_both
 from torchfmri._compare.side import Side
 
 
@@ -43,7 +50,7 @@ def explain(
     found: list[Kind] = []
     layer, modules_a, modules_b = origin.layer, one.modules, two.modules
     partner = matching.pairs.get(layer, layer)
-    if one.run is not None and two.run is not None and pair.direction == PARAMETERS:
+    if one.run is not None and two.run is not None and pair.direction != BACKWARD:
         tied = tied_kinds(one.run.model, two.run.model, matching.pairs)
         found += [tied[layer]] if layer in tied else []
     seen = pair.place.layer if pair.direction == FORWARD else None
@@ -60,11 +67,13 @@ def explain(
             found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
         if layer != pair.place.layer:
             found += other_order(one.recording, two.recording, matching, layer)
+        found += uncalled_before(one.recording, two.recording, matching, pair.place, layer)
     if layer in modules_a and partner in modules_b:
         others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
         turned = transposing_classes(modules_a, modules_b, others)
         found += causes_of(modules_a[layer], modules_b[partner], turned)
-        found += mode_kinds(modules_a[layer], modules_b[partner])
+        modes = mode_kinds(modules_a[layer], modules_b[partner])
+        found += modes or dropout_kinds(modules_a[layer], modules_b[partner])
         found += _uncalled_kinds(layer, matching, one, two)
     if one.run is not None and two.run is not None:
         found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
@@ -80,11 +89,15 @@ def explain(
 def _uncalled_kinds(layer: str, matching: Matching, one: Side, two: Side) -> Iterator[Kind]:
     """Yield how the weights of layers differ that a layer uses as such, without calling them."""
     partner = matching.pairs.get(layer, layer)
-    called = {each.layer for each in one.recording.inspection.values() if each.calls}
+    called = [
+        {each.layer for each in side.recording.inspection.values() if each.calls}
+        for side in (one, two)
+    ]
     for each, module in one.modules.items():
         name = each.removeprefix(f"{layer}.")
-        if not layer or name == each or each in called:
+        theirs = matching.pairs.get(each, f"{partner}.{name}")
+        if not layer or name == each or (each in called[0] and theirs in called[1]):
             continue
-        other = two.modules.get(matching.pairs.get(each, f"{partner}.{name}"))
+        other = two.modules.get(theirs)
         for _, kind in tensor_kinds(module, other) if other is not None else ():
             yield Kind(kind.name, f"{name}.{kind.text}")

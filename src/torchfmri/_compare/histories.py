@@ -47,7 +47,7 @@ def histories_of(given: Any) -> list[History]:
 
 
 class _Common(NamedTuple):
-    """The steps and series that both sides have."""
+    """The steps and series that both sides have, and gradients that one lacks from the start."""
 
     steps: list[int]
     series: list[Series]
@@ -146,7 +146,9 @@ def _common(runs: Sequence[History]) -> _Common:
     for each in runs[1:]:
         steps &= set(each.steps.tolist())
         known, names = set(each.series), set(_updated(each))
-        series = [one for one in series if one in known]
+        more = [one for one in each.series if _is_frozen(one, runs[0])]
+        series = [one for one in series if one in known or _is_frozen(one, each)]
+        series += [one for one in more if one not in series]
         updated = [name for name in updated if name in names]
     if not steps:
         spans = [f"{each.steps[0]} to {each.steps[-1]}" for each in (runs[0], runs[-1])]
@@ -163,13 +165,28 @@ def _common(runs: Sequence[History]) -> _Common:
     return _Common(sorted(steps), series, updated)
 
 
+def _is_frozen(series: Series, history: History) -> bool:
+    """Whether a run has a parameter, and gradients of others, and none of this one.
+
+    Parameters need not be watched; then their layer must be known.
+    """
+    if series.what != "parameter_gradients" or series in history.series:
+        return False
+    kinds = {each.what for each in history.series}
+    parameter = series._replace(what="parameters")
+    layers = {each.layer for each in history.series if each.what == "activations"}
+    has = series.layer.rpartition(".")[0] in layers
+    return series.what in kinds and (parameter in history.series if "parameters" in kinds else has)
+
+
 def _updated(history: History) -> list[str]:
     return list(dict.fromkeys(name for step in history for name in step.parameters))
 
 
 def _table(history: History, common: _Common) -> RunTable:
     rows = {step.number: step for step in history}
-    places = [history.series.index(each) for each in common.series]
+    known_places = {each: place for place, each in enumerate(history.series)}
+    places = [known_places.get(each, len(known_places)) for each in common.series]
     values = np.full((len(common.steps), len(places), len(STORED)), math.nan)
     updates = np.full((len(common.steps), len(common.updated)), math.nan)
     loss = np.full(len(common.steps), math.nan)
@@ -257,6 +274,9 @@ def _reason(a: History, b: History, step: int, series: Series) -> str:
     if series.what == UPDATES:
         one_ratio, other = (each.update_ratios[series.layer] for each in (ours, theirs))
         return "update / weight " + " against ".join(apart(one_ratio, other))
+    lacking = [name for name, history in (("a", a), ("b", b)) if series not in history.series]
+    if lacking:
+        return f"only {'b' if 'a' in lacking else 'a'} has any: not trained in {lacking[0]}"
     one, two = (
         history.statistics(*series, history.steps.tolist().index(step)) for history in (a, b)
     )
@@ -290,10 +310,13 @@ def _notes(
 ) -> list[str]:
     found = []
     for name, runs in (("a", a), ("b", b)):
-        extra = [each.layer for each in runs[0].series if each not in common.series]
-        if extra:
-            layers = list(dict.fromkeys(extra))
-            found.append(f"only {name} has {len(extra)} series: of {listed(layers)}")
+        extra: dict[str, list[str]] = {}
+        for each in runs[0].series:
+            if each not in common.series:
+                extra.setdefault(each.what, []).append(each.layer)
+        for what, layers in extra.items():
+            said = what.replace("_", " ")
+            found.append(f"only {name} has {said} of {listed(layers)}: not compared")
         left = len(runs[0]) - len(common.steps)
         if left:
             found.append(f"{left} steps of {name} are not in both runs")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.difference import Pair
+from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import FORWARD, PARAMETERS
 from torchfmri._compare.side import Side
 from torchfmri._text import listed, plural
@@ -59,6 +60,58 @@ def without_details(pairs: list[Pair], a: Side) -> list[Pair]:
         )
     kept = (pair for pair in pairs if pair.place.layer not in details)
     return [*kept, *(p for p in pairs if p.place.layer in details and p.direction == PARAMETERS)]
+
+
+def without_uncalled(pairs: list[Pair], a: Side, b: Side, matching: Matching) -> list[Pair]:
+    """Leave out calls that only one side makes, if something is compared after them.
+
+    A side may use the weights of a layer without calling it, and what it computes with them is
+    compared further on.
+    """
+    last = {pair.direction: at for at, pair in enumerate(pairs) if pair.partner is not None}
+    alone = ((a, matching.only_b), (b, matching.only_a))
+    never = [{each for each in names if _has_uncalled(side, each)} for side, names in alone]
+    fewer: list[set[str]] = [set(), set()]
+    kept = []
+    for at, pair in enumerate(pairs):
+        ours, theirs = pair.place.layer, matching.pairs[pair.place.layer]
+        sides = ((a, ours), (b, theirs))
+        counts = [len(side.recording.inspection[layer].calls) for side, layer in sides]
+        lacks = counts.index(min(counts))
+        dropped = ours in never[lacks] | fewer[lacks]
+        if (
+            pair.direction == PARAMETERS
+            or pair.partner is not None
+            or pair.place.call < counts[lacks]
+            or not (at < last.get(pair.direction, -1) or dropped)
+            or (counts[lacks] and _ends_a_module(pair, pairs[at + 1 :]))
+        ):
+            kept.append(pair)
+        else:
+            (fewer if counts[lacks] else never)[lacks].add(ours)
+    for side, layers, calls in zip((a, b), never, fewer, strict=True):
+        if layers:
+            side.notes.append(f"never calls {listed(sorted(layers))}: not compared")
+        if calls:
+            side.notes.append(
+                f"calls {listed(sorted(calls))} less often than the other side: the calls that "
+                "only one side makes were not compared"
+            )
+    return kept
+
+
+def _ends_a_module(pair: Pair, later: Sequence[Pair]) -> bool:
+    """Whether the next tensor of both sides differs and is that of a module around this one."""
+    found = next((each for each in later if each.partner is not None), pair)
+    around = found.place.layer
+    inside = not around or pair.place.layer.startswith(f"{around}.")
+    return inside and found.direction == pair.direction == FORWARD and found.differs
+
+
+def _has_uncalled(side: Side, layer: str) -> bool:
+    """Whether a side has a layer and does not call it."""
+    inspection = side.recording.inspection
+    return layer in inspection and not inspection[layer].calls
 
 
 def without_positions(pairs: list[Pair], a: Side) -> list[Pair]:

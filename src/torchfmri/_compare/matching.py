@@ -20,7 +20,7 @@ from torch import nn
 
 from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.difference import Kind
-from torchfmri._compare.recording import Recording
+from torchfmri._compare.recording import FORWARD, RecordedPlace, Recording
 from torchfmri._compare.side import Side
 from torchfmri._compare.weights import match_by_place, match_by_weights, parameter_shapes
 from torchfmri._text import listed, plural
@@ -153,10 +153,12 @@ def missing_layers(
         layer: The layer of a that differs.
     """
     partner = matching.pairs.get(layer, layer)
-    for side, modules, names, around in (
-        ("a", a, matching.only_a, layer), ("b", b, matching.only_b, partner),
-    ):  # fmt: skip
-        inside = [each for each in names if not around or each.startswith(f"{around}.")]
+    for side, modules, names, around, rest in (
+        ("a", a, matching.only_a, layer, b.keys() - set(matching.pairs.values())),
+        ("b", b, matching.only_b, partner, a.keys() - matching.pairs.keys()),
+    ):
+        # A layer without a partner that the other side has too is one that it never calls.
+        inside = [n for n in names if n not in rest and (not around or n.startswith(f"{around}."))]
         held = [each for each in inside if each in modules and own_tensors(modules[each])]
         if held:
             more = "" if len(held) == 1 else f" and {plural(len(held) - 1, 'more layer')}"
@@ -172,9 +174,11 @@ def other_order(a: Recording, b: Recording, matching: Matching, layer: str) -> I
         matching: Which layers are partners.
         layer: The layer of a that differs.
     """
-    order = {each: at for at, each in enumerate(b.layers)}
-    inside = [each for each in a.layers if each in matching.pairs and each.startswith(f"{layer}.")]
-    known = [each for each in (inside if layer else a.layers) if matching.pairs.get(each) in order]
+    # A layer that is never called may still have a gradient of its parameters.
+    ours, theirs = (dict.fromkeys(p.layer for p in side.places(FORWARD)) for side in (a, b))
+    order = {each: at for at, each in enumerate(theirs)}
+    inside = [each for each in ours if not layer or each.startswith(f"{layer}.")]
+    known = [each for each in inside if matching.pairs.get(each) in order]
     for one, two in itertools.pairwise(known):
         if order[matching.pairs[one]] > order[matching.pairs[two]]:
             yield Kind("order", f"{one!r} runs before {two!r} in a, and after it in b")
@@ -202,6 +206,39 @@ def unmatched_before(a: Recording, b: Recording, matching: Matching, layer: str)
     if said:
         text = f"just before it run layers without a partner: {', '.join(said)}"
         yield Kind("unmatched_layers", text)
+
+
+def uncalled_before(
+    a: Recording, b: Recording, matching: Matching, place: RecordedPlace, layer: str
+) -> Iterator[Kind]:
+    """Yield which layers only one side calls just before the first difference.
+
+    Args:
+        a: One side.
+        b: The other.
+        matching: Which layers are partners.
+        place: The tensor of a that is the first to differ.
+        layer: The layer of a that the difference comes from.
+    """
+    back = {other: one for one, other in matching.pairs.items()}
+    partner = matching.pairs[place.layer]
+    for only, side, other, names, seen in (
+        ("a", a, b, matching.pairs, place.layer), ("b", b, a, back, partner),
+    ):  # fmt: skip
+        calls = [(each.layer, each.call) for each in side.places(FORWARD)]
+        before = calls[: calls.index((seen, place.call))] if (seen, place.call) in calls else []
+        found = []
+        for each, call in reversed(before):
+            name = names.get(each, each)
+            if name not in other.inspection or call < len(other.inspection[name].calls):
+                break
+            found.append(each)
+        around = layer if only == "a" else matching.pairs.get(layer, layer)
+        if seen == around:
+            found = [each for each in found if not around or each.startswith(f"{around}.")]
+        if found:
+            text = f"just before it only {only} calls {listed(list(dict.fromkeys(found[::-1])))}"
+            yield Kind("unmatched_layers", text)
 
 
 def _are_few(pairs: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> bool:

@@ -146,6 +146,9 @@ def scan_side(scan: Scan) -> Side:
     if not len(scan):
         raise InspectionError("The scan has no sequences: there is nothing to compare.")
     sequence = scan[0]
+    named: Any = getattr(torch, str(scan.meta.get("dtype")), None)
+    known = isinstance(named, torch.dtype) and named.is_floating_point
+    computed = named if known else torch.float32
     records = {}
     for order, layer in enumerate(_finishing(scan.anatomy.layers)):
         column = scan.anatomy.layers.index(layer)
@@ -157,6 +160,7 @@ def scan_side(scan: Scan) -> Side:
             numbers = torch.from_numpy(np.array(sequence.layers[metric][:, column], np.float32))
             value = Value("", numbers[None, :, None], nn.Module, None)
             value.keep(numbers[None, :, None])
+            value.dtype = computed  # the sizes are kept in float32
             if what == "activations":
                 call._values[what, ""] = value
             else:

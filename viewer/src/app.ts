@@ -261,7 +261,7 @@ export class App {
     return {
       scene: this.scene, look: this.screen.look, mean: this.state.pool === "mean", inks: this.inks(), planes: this.plane, piece: this.data.piece,
       title: [board.kind === "diff" ? board.title : board.model, this.metric?.title, sequence.text || sequence.name].filter(Boolean).join(" · "),
-      axis: board.axis, unit: this.metric?.unit ?? "", bar: barEnds(this),
+      axis: board.axis, unit: this.metric?.unit ?? "", nothing: board.missing?.[0] ?? "not measured", bar: barEnds(this),
       values: async (first, last) => {
         const found = new Map<string, Float32Array>();
         for (const plane of new Set(rows.map((row) => row.plane))) {

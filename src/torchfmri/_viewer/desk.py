@@ -34,6 +34,8 @@ SHARED = 20
 """Characters from which a beginning that all texts share is left out."""
 PLANES = 24
 """Planes that stay in memory."""
+NOTHING = 0x7FC00001
+"""The bits of the NaN that is sent where nothing was measured; `data.ts` knows it by them."""
 HEADROOM = 4.0
 """A growing plane is coded for values up to so many times its largest."""
 
@@ -159,19 +161,29 @@ class Desk:
         return {"panels": [each.to_dict() for each in found]}
 
     def _values(self, given: Mapping[str, str]) -> Answer:
-        table = self.table(*self._place(given))
-        first, last = _number(given, "first", 0), _number(given, "last", len(table))
-        part = table[first:last]
+        place = self._place(given)
+        table = self.table(*place)
+        rows = slice(None)
         if "row" in given:
             row = _number(given, "row", 0)
             if not 0 <= row < table.shape[1]:
                 raise DeskQuestion(f"There is no row {row}: there are {table.shape[1]}.")
-            part = part[:, row : row + 1]
+            rows = slice(row, row + 1)
+        taken = slice(_number(given, "first", 0), _number(given, "last", len(table))), rows
+        part = table[taken]
         if part.size > MOST_VALUES:
             raise DeskQuestion(
                 f"These are {part.size:,} values; {MOST_VALUES:,} are sent at once. Zoom in."
             )
-        return np.ascontiguousarray(part.T, dtype="<f4").tobytes()
+        sent = np.array(part.T, "<f4", order="C")
+        odd = ~np.isfinite(sent)
+        if odd.any():
+            sent[np.isnan(sent)] = np.nan  # a model may compute any of the many NaNs
+            missing = self.board.missing(*place)
+            if missing is not None:
+                lost = np.broadcast_to(missing[: max(1, len(table))], table.shape)[taken].T
+                sent.view("<u4")[odd & lost] = NOTHING
+        return sent.tobytes()
 
     # -- planes ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ export interface Metric {
   beside: string; // of a curve: the one over whose bars it is drawn as a line
 }
 export interface Overlay {
-  opacity: string; // metrics
+  opacity: string; // metrics; empty where nothing fades, or nothing is outlined
   outline: string;
   meaning: string;
 }

@@ -32,8 +32,8 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const { data, state, ui } = app;
   ui.details.setAttribute("aria-busy", "true"); // what stands there is about another cell
   const values = await data.row(state.metric, row.plane, row.index);
-  // While columns stream in, as little as possible is asked: every question costs the process that scans.
-  const curves = app.streams && app.state.follow ? [] : data.sequence.tracks;
+  // While tokens stream in, as little as possible is asked: every question costs the process that scans.
+  const curves = app.streams && app.state.follow && data.board.axis === "token" ? [] : data.sequence.tracks;
   const tracks = await Promise.all(curves.map((_, i) => data.row("tracks", "tracks", i)));
   if (!app.screen.is("details", key) || data.index !== state.sequence) return; // the crosshair is elsewhere by now
   const value = values[column];

@@ -3,6 +3,7 @@
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from browser import Page
@@ -85,3 +86,44 @@ def test_in_a_page_that_is_a_file(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(whole_page(scan._board()), "utf-8")
     check_page(page.open(path.as_uri()), layer, tmp_path)
+
+
+def test_details_do_not_wait_for_a_tile_to_tell(page: Page) -> None:
+    """A tile that was on its way counted as one that says NaN, and the details kept saying so."""
+    scan = make_scan(blocks=1, tokens=LAST + 1)  # no gradient at the last token
+    late: list[Any] = []
+    with View(scan._board()) as view:
+        page.open(view.url)
+        page.page.route(
+            "**/tile?*metric=gradient*", lambda route: late.append(route)
+        )  # it is not answered
+        page.js("app.set({ metric: 'gradient', follow: false })")
+        page.press("End")
+        page.page.locator(f".details[data-column='{LAST}']:not([aria-busy])").wait_for()
+        page.until("app.state.metric === 'gradient' && app.metric.unit.startsWith('norm')")
+        page.page.locator(".details .value b:text-is('not measured')").wait_for()
+        assert late, "tiles were asked for"
+        assert "NaN" not in page.text(".details") + page.text(".status")
+        page.page.goto("about:blank")
+
+
+def test_details_name_a_token_whose_text_comes_late(page: Page) -> None:
+    scan = make_scan(blocks=1, tokens=LAST + 1)
+    late: list[Any] = []
+    with View(scan._board()) as view:
+        page.page.route("**/columns?*", lambda route: late.append(route))
+        page.open(view.url)
+        page.page.locator(".details .token q:text-is('…')").wait_for()
+        for each in late:
+            each.continue_()
+        page.page.locator(".details .token q:not(:text-is('…'))").wait_for()
+
+
+def test_a_saved_page_lists_its_sequence_by_how_it_begins(page: Page, tmp_path: Path) -> None:
+    scan, _ = broken()
+    path = tmp_path / "page.html"
+    path.write_text(whole_page(scan._board()), "utf-8")
+    page.open(path.as_uri()).press("s")
+    entry = page.page.locator(".picker b")
+    entry.wait_for()
+    assert entry.inner_text() == scan.only.beginning != scan.only.name

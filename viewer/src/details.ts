@@ -20,7 +20,7 @@ export function renderDetails(app: App): void {
     if (app.screen.once("details", "")) app.ui.details.replaceChildren();
     return;
   }
-  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
+  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version, !!app.data.piece(at.column)]);
   if (!app.screen.once("details", key)) return markBeyond(app, row);
   void fill(app, row, at.column, key).catch((error: Error) => {
     app.ui.details.replaceChildren(h("p", {}, error.message));

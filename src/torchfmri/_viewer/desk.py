@@ -14,13 +14,13 @@ import json
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from torchfmri._viewer.board import LAYERS, TRACKS, Board
+from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry
 from torchfmri._viewer.tiles import Plane, Table
 from torchfmri.exceptions import InspectionError
 
@@ -105,12 +105,13 @@ class Desk:
         words = given.get("search", "").casefold().split()
         first = _number(given, "first", 0)
         entries = self.board.entries()
+        chosen = _searched(entries, words)
         told = own_texts([each.text for each in entries])
         found = [
             {"index": index, **vars(each), "text": told[index]}
             for index, each in enumerate(entries)
-            if all(word in f"{each.name} {each.condition} {each.text}".casefold() for word in words)
-        ]  # fmt: skip
+            if chosen[index]
+        ]
         return {"total": len(found), "found": list(islice(found, first, first + LISTED))}
 
     def _sequence(self, given: Mapping[str, str]) -> Answer:
@@ -268,6 +269,21 @@ def own_texts(texts: list[str]) -> list[str]:
     if start < SHARED or any(len(each) <= start for each in texts):
         return texts
     return [f"… {each[start:]}" for each in texts]
+
+
+def _searched(entries: Sequence[Entry], words: list[str]) -> list[bool]:
+    """Which entries have the words one after the other; if none has, which have all of them.
+
+    What is looked at is what the list shows. A name counts as far as somebody types it: one that a
+    scan gives by itself has a number and a hash, in which any digit occurs somewhere.
+    """
+    phrase = " ".join(words)
+    texts = [f"{each.text or each.name} {each.condition}".casefold() for each in entries]
+    exact = [
+        phrase in text or each.name.casefold().startswith(phrase)
+        for each, text in zip(entries, texts, strict=True)
+    ]
+    return exact if any(exact) else [all(word in text for word in words) for text in texts]
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:

@@ -89,7 +89,8 @@ export class Connection {
   private takeDoing(message: { going: boolean; now: string; problem: string }): void {
     const { app } = this;
     if (app.data.board) app.data.board.going = message.going;
-    if (app.data.sequence && app.streams) this.streamed = app.state.sequence;
+    // A short answer may be over before its sequence is known here.
+    if (message.going && (app.data.board?.kind !== "run" || app.streams)) this.streamed = app.state.sequence;
     this.stayAtTheEnd();
     const { doing } = app.ui;
     doing.hidden = !message.now && !message.problem;
@@ -108,7 +109,10 @@ export class Connection {
   /** Whoever follows a stream is at its end, and stays there when it is over; a page that is opened later begins where something is wrong. */
   private stayAtTheEnd(): void {
     const { app } = this;
-    if (this.streamed === app.state.sequence && app.ready && app.state.follow && app.data.board.live && app.data.columns) app.set(this.followed());
+    const { board } = app.data;
+    // Runs go on side by side; of answers only the newest is written.
+    const streamed = board?.kind === "run" ? this.streamed === app.state.sequence : this.streamed >= 0 && app.state.sequence === board?.sequences - 1;
+    if (streamed && app.ready && app.state.follow && app.data.board.live && app.data.columns) app.set(this.followed());
   }
 
   private takeColumns(message: any): void {

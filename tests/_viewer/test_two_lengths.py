@@ -73,3 +73,17 @@ def copied_beyond(page: Page, view: View, which: str) -> tuple[str, float]:
     assert "d" in (span.get_attribute("class") or "").split(), "in italics"
     assert "∅" in (span.get_attribute("title") or "")
     return copied(page, view, LAYER, LONG - 1)
+
+
+def test_names_of_curves_are_whole_in_a_narrow_window(page: Page) -> None:
+    page.page.set_viewport_size({"width": 1024, "height": 640})
+    with torchfmri.view(scan_of(LONG, 0), scan_of(SHORT, 1), browser=False) as view:
+        page.open(view.url)
+        page.until("app.root.querySelectorAll('.track-names div').length >= 2")
+        page.until("app.data.known('tracks', 'tracks')?.header")
+        page.settle()
+        left = """[...app.root.querySelectorAll('.track-names div > *')].map(
+            (each) => each.getBoundingClientRect().left
+                - each.parentElement.getBoundingClientRect().left
+        )"""
+        assert min(page.js(left)) >= 0, "nothing is cut off at the left"

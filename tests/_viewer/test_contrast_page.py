@@ -271,6 +271,20 @@ def test_one_prompt_each_shows_effects_without_p_values(page: Page) -> None:
     with torchfmri.view(contrast_of(1.0, prompts=1), browser=False) as view:
         page.open(view.url)
         assert "nothing is tested" in page.text(".legend")
+        assert "fainter" not in page.text(".legend")
+        assert page.page.locator(".legend .survivor").count() == 0, "nothing is outlined"
+        assert page.page.locator(".bar .not-measured + span").inner_text() == "not there"
+        page.page.locator(".details:not([aria-busy]) [data-panel=cell]").wait_for()
+        details = page.text(".details")
+        for wrong in ("survive", "interval", " to –", "NaN"):
+            assert wrong not in details
+        assert "not tested" in page.text("[data-panel=cell]")
+        assert page.js("app.data.bands.length") == 0, "no track of survivors"
+        largest = page.page.locator("[data-panel=peaks] tbody tr").first.locator("td").last
+        effect = np.abs(view.board.contrast.effect)
+        assert abs(float(largest.inner_text().replace("−", "-"))) == pytest.approx(
+            effect.max(), rel=1e-2
+        )
         assert page.page.locator(".metrics button, [aria-label='What to show'] button").count() == 1
 
 

@@ -111,6 +111,7 @@ def test_of_a_run(page: Page, tmp_path: Path) -> None:
     names, values = monitor.history.matrix("activations", "rms")
     assert found.value == shown == np.float32(values[list(names).index("2"), 3])
     assert found.values["gradients"] > 0
+    assert found.text == "3"
 
 
 def test_a_view_without_a_crosshair_says_so() -> None:

@@ -407,7 +407,7 @@ def test_a_chat_says_what_it_works_on_and_what_failed(
     page.press("Enter")
     page.page.wait_for_selector(".doing.problem")
     assert "the cat has unplugged the model" in page.text(".doing")
-    assert "'What now?' failed" in page.text(".doing")
+    assert "“What now?” failed" in page.text(".doing")
     assert page.js("app.data.board.sequences") == 1, "what is there stays"
 
 
@@ -419,7 +419,7 @@ def test_a_chat_goes_on_after_a_prompt_that_its_tokenizer_refuses(
     page.page.wait_for_selector(".cover h2:text('Ask something')")
     answers.ask("Hello \ud83c")  # half of an emoji
     page.page.wait_for_selector(".doing.problem")
-    assert "'Hello \\ud83c' failed: TypeError: " in page.text(".doing")
+    assert "“Hello ?” failed: TypeError: " in page.text(".doing")
     answers.ask("Once upon")
     page.until("app.data.sequence?.metrics.length > 1", timeout=240_000)
     assert page.js("app.data.board.sequences") == 1
@@ -441,7 +441,9 @@ def test_a_chat_refuses_a_prompt_that_is_longer_than_the_model_takes(
     assert [each.name for each in answers.board.entries()] == ["002 Once upon"]
 
 
-def test_prompts_that_wait_are_counted(scanner: Scanner) -> None:
+def test_prompts_that_wait_are_counted(
+    scanner: Scanner, capsys: pytest.CaptureFixture[str]
+) -> None:
     board = LiveBoard(*scanner.describe("Once upon", 400))
     answers = Chat(scanner, board, 400, None, chat=False)
     for prompt in ("Once upon", "a second", "a third"):
@@ -449,8 +451,11 @@ def test_prompts_that_wait_are_counted(scanner: Scanner) -> None:
     while "Answering" not in board.doing()["now"]:
         time.sleep(0.01)
     assert board.doing()["now"] == "Answering, 2 prompts waiting"
+    capsys.readouterr()
     answers.close()
     assert board.doing()["now"] == ""
+    told = "torchfmri chat: not answered: “Once upon”, “a second”, “a third”\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_chat_that_is_closed_stops_at_the_next_token(

@@ -273,6 +273,27 @@ def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
         assert not any(name.endswith("weight") for name in page.js("app.rows.map(r => r.name)"))
 
 
+def test_a_longer_run_that_is_turned_to_opens_at_its_alarm(page: Page, tmp_path: Path) -> None:
+    """Its further steps were asked for as if they had just come, and followed."""
+    train(3, folder=tmp_path / "a")
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, folder=tmp_path / "b")
+    for number in range(12):
+        with monitor.step() as step:
+            loss = model(torch.full((8, 4), math.nan if number > 6 else 1.0)).square().mean()
+            step.loss(loss)
+            loss.backward()
+    monitor.detach()
+    with torchfmri.view(tmp_path, browser=False) as view:
+        page.open(view.url)
+        page.press("PageDown")
+        page.until("app.data.index === 1 && app.data.columns === 12")
+        page.until("app.ui.live.textContent === 'ended'")
+        page.page.locator(".details[data-column='7']:not([aria-busy])").wait_for()
+        assert page.js("[app.state.column, app.state.first, app.state.last]") == [7, 0, 0]
+
+
 def test_each_run_of_a_folder_is_opened_as_if_it_were_alone(page: Page, tmp_path: Path) -> None:
     going = train(5, folder=tmp_path / "going", detach=False)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -300,6 +321,14 @@ def test_each_run_of_a_folder_is_opened_as_if_it_were_alone(page: Page, tmp_path
         page.press("PageDown")
         page.until("app.state.sequence === 1 && app.ui.live.textContent === 'LIVE'")
         page.until("app.state.column === app.data.columns - 1")
+        page.page.locator(".details h2:text-is('This step')").wait_for()
+        assert "loss" in page.text(".details h2:text-is('This step') + dl")
+        page.open(f"{view.url}#sequence=0")
+        page.page.reload()
+        page.until("app.ready && app.data.index === 0 && app.data.board.going")
+        assert page.js("app.state.column") == 7, "another run that goes on does not matter"
+        page.set(sequence=1, follow=True)
+        page.until("app.data.index === 1 && app.ui.live.textContent === 'LIVE'")
         going.detach()
         page.until("app.ui.live.textContent === 'ended'")
 

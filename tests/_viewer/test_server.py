@@ -17,7 +17,7 @@ from scans import make_anatomy, make_sequence
 import torchfmri
 from torchfmri import Scan
 from torchfmri._scan.store.manifest import SequenceEntry, describe, parse_description
-from torchfmri._viewer import Desk, View, serve
+from torchfmri._viewer import Desk, Entry, View, serve
 from torchfmri._viewer.client import Client
 from torchfmri.exceptions import InspectionError
 
@@ -331,3 +331,27 @@ def test_manifests_without_texts_are_as_they_were() -> None:
     assert "text" not in describe([entry]), "segments of earlier versions have the same description"
     (again,) = parse_description(describe([SequenceEntry("a", 3, "c", text="The cat")]), "here")
     assert again.text == "The cat"
+
+
+def test_a_search_finds_what_the_list_shows() -> None:
+    class Many(ArrayBoard):
+        def entries(self) -> list[Entry]:
+            return [
+                Entry(f"{at:06d}-{at * 7919:011x}", 3, "ab"[at % 2], f"Tom has number {at} of 72")
+                for at in range(72)
+            ]
+
+    desk = Desk(Many(np.zeros((3, 2), np.float32)))
+
+    def found(text: str) -> list[int]:
+        answer = desk.answer("sequences", {"search": text})
+        assert isinstance(answer, dict)
+        return [each["index"] for each in answer["found"]]
+
+    assert found("number 7") == [7, 70, 71]
+    assert found("Number  71") == [71]
+    assert found("71 number") == [71], "in any order, where nobody has them in this one"
+    assert found("000003-") == [3]
+    assert found("72 b") == list(range(1, 72, 2))
+    assert found("zzz") == []
+    assert found("") == list(range(72))

@@ -93,7 +93,11 @@ export class App {
       const linked = this.options.owns ? fromHash(location.hash) : {};
       await this.data.open((board) => {
         const asked = { ...clean(board.state ?? {}), ...linked };
-        this.placed = asked.column !== undefined;
+        // A chat is opened, and opened again while it answers, at the newest of its answers.
+        const again = board.going && (performance.getEntriesByType("navigation")[0] as PerformanceNavigationTiming)?.type === "reload";
+        const newest = board.live && board.kind !== "run" && asked.follow !== false && (again || asked.sequence === undefined);
+        if (newest) Object.assign(asked, { sequence: Math.max(0, board.sequences - 1), first: 0, last: 0 });
+        this.placed = asked.column !== undefined && !(newest && again);
         this.state = { ...this.state, ...asked };
         return this.state.sequence;
       });
@@ -177,8 +181,7 @@ export class App {
       this.state.column = Math.max(0, Math.min(this.state.column, this.data.columns - 1));
     if (this.state.sequence !== before.sequence) void this.turn(this.state.sequence);
     this.draw();
-    clearTimeout(this.saved);
-    this.saved = window.setTimeout(() => this.share(), 200);
+    this.saved ||= window.setTimeout(() => this.share(), this.streams ? 1000 : 200);
   }
 
   /** Take over a state from an address or from Python, and bring the layer that it names into view. */
@@ -189,6 +192,7 @@ export class App {
   }
 
   private share(): void {
+    this.saved = 0;
     if (this.options.owns) {
       const hash = this.hash();
       if (hash !== location.hash.slice(1)) history.replaceState(null, "", "#" + hash);
@@ -261,7 +265,7 @@ export class App {
     return {
       scene: this.scene, look: this.screen.look, mean: this.state.pool === "mean", inks: this.inks(), planes: this.plane, piece: this.data.piece,
       title: [board.kind === "diff" ? board.title : board.model, this.metric?.title, sequence.text || sequence.name].filter(Boolean).join(" · "),
-      axis: board.axis, unit: this.metric?.unit ?? "", bar: barEnds(this),
+      axis: board.axis, unit: this.metric?.unit ?? "", nothing: board.missing?.[0] ?? "not measured", bar: barEnds(this),
       values: async (first, last) => {
         const found = new Map<string, Float32Array>();
         for (const plane of new Set(rows.map((row) => row.plane))) {

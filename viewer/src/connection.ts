@@ -18,7 +18,7 @@ export class Connection {
   private arrivals: number[] = [];
   private slower = 0;
   private ticking = 0; // the clock beside what is worked on
-  private streamed = false; // whether this page saw columns being added
+  private streamed = -1; // the sequence that this page saw columns being added to
 
   constructor(private readonly app: App) {}
 
@@ -68,7 +68,7 @@ export class Connection {
     if (missed || message.type === "board") await this.openAgain();
     else if (message.type === "state") app.take(clean(message.state));
     else if (message.type === "doing") this.takeDoing(message);
-    else if (message.type === "columns" && message.sequence === app.state.sequence) this.takeColumns(message);
+    else if (message.type === "columns" && message.sequence === app.state.sequence && app.data.index === message.sequence) this.takeColumns(message);
   }
 
   /** The server has other sequences, metrics or findings now. */
@@ -89,7 +89,8 @@ export class Connection {
   private takeDoing(message: { going: boolean; now: string; problem: string }): void {
     const { app } = this;
     if (app.data.board) app.data.board.going = message.going;
-    this.streamed ||= message.going;
+    // A short answer may be over before its sequence is known here.
+    if (message.going && (app.data.board?.kind !== "run" || app.streams)) this.streamed = app.state.sequence;
     this.stayAtTheEnd();
     const { doing } = app.ui;
     doing.hidden = !message.now && !message.problem;
@@ -108,12 +109,15 @@ export class Connection {
   /** Whoever follows a stream is at its end, and stays there when it is over; a page that is opened later begins where something is wrong. */
   private stayAtTheEnd(): void {
     const { app } = this;
-    if (this.streamed && app.ready && app.state.follow && app.data.board.live && app.data.columns) app.set(this.followed());
+    const { board } = app.data;
+    // Runs go on side by side; of answers only the newest is written.
+    const streamed = board?.kind === "run" ? this.streamed === app.state.sequence : this.streamed >= 0 && app.state.sequence === board?.sequences - 1;
+    if (streamed && app.ready && app.state.follow && app.data.board.live && app.data.columns) app.set(this.followed());
   }
 
   private takeColumns(message: any): void {
     const { app } = this;
-    this.streamed = true;
+    this.streamed = app.state.sequence;
     app.data.put(message.first, message);
     app.data.columns = Math.max(app.data.columns, message.length);
     app.data.sequence.headline = message.headline ?? app.data.sequence.headline;
@@ -141,13 +145,15 @@ export class Connection {
     const written = columns > 1 && (ended || (row && app.plane(row.plane)?.code(row.index, columns - 1) === NOT_MEASURED));
     const column = Math.max(0, columns - (written ? 2 : 1));
     const fit = Math.floor(app.scene.width / NARROWEST);
-    return columns <= fit ? { column, first: 0, last: 0 } : { column, first: columns - fit, last: columns };
+    // A page that was never in front has no width so far.
+    return columns <= fit || !fit ? { column, first: 0, last: 0 } : { column, first: columns - fit, last: columns };
   }
 
   /** Tell the server what is in view, where that has changed. */
   watch(): void {
     const { app } = this;
-    if (!this.line || !this.connected || !app.ready) return;
+    // Of a sequence that is on its way it is not known how many columns the page will have.
+    if (!this.line || !this.connected || !app.ready || app.data.index !== app.state.sequence) return;
     const planes = ["layers", "tracks", ...app.state.voxels.filter((each) => app.rows.some((row) => row.plane === each))];
     const wanted = JSON.stringify([app.state.sequence, app.state.metric, ...planes]);
     if (wanted === this.watched) return;

@@ -8,6 +8,7 @@ import { Panel } from "./panels";
 import { Transport } from "./transport";
 
 export const CHUNK = 2048;
+const NOTHING = 0x7fc00001; // the bits of the NaN that stands where nothing was measured, as in `desk.py`
 const PLANES = 40;
 const ROWS = 64;
 
@@ -22,7 +23,7 @@ export interface Metric {
   beside: string; // of a curve: the one over whose bars it is drawn as a line
 }
 export interface Overlay {
-  opacity: string; // metrics
+  opacity: string; // metrics; empty where nothing fades, or nothing is outlined
   outline: string;
   meaning: string;
 }
@@ -73,6 +74,10 @@ export interface Sequence {
   voxels: string[]; // the metrics that voxels have, too
   opens: number; // the column that a page begins at
 }
+
+/** Whether there is no value because nothing was measured: any other NaN was computed by the model. */
+export const isNothing = (values: Float32Array, at: number): boolean =>
+  Number.isNaN(values[at]) && new Uint32Array(values.buffer, values.byteOffset, values.length)[at] === NOTHING;
 
 export class Data {
   board!: Board;

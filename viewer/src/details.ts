@@ -3,7 +3,8 @@
 // by several answers; each is dropped if the crosshair has moved on. Drawn by `screen`.
 
 import type { App } from "./app";
-import { NOT_MEASURED, scaleOf } from "./colour";
+import { scaleOf } from "./colour";
+import { isNothing } from "./data";
 import { breakable, count, exact, h, refill, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, standing } from "./facts";
 import { Panel, drawPanel } from "./panels";
@@ -19,7 +20,7 @@ export function renderDetails(app: App): void {
     if (app.screen.once("details", "")) app.ui.details.replaceChildren();
     return;
   }
-  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
+  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version, !!app.data.piece(at.column)]);
   if (!app.screen.once("details", key)) return markBeyond(app, row);
   void fill(app, row, at.column, key).catch((error: Error) => {
     app.ui.details.replaceChildren(h("p", {}, error.message));
@@ -31,15 +32,15 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const { data, state, ui } = app;
   ui.details.setAttribute("aria-busy", "true"); // what stands there is about another cell
   const values = await data.row(state.metric, row.plane, row.index);
-  // While columns stream in, as little as possible is asked: every question costs the process that scans.
-  const curves = app.streams && app.state.follow ? [] : data.sequence.tracks;
+  // While tokens stream in, as little as possible is asked: every question costs the process that scans.
+  const curves = app.streams && app.state.follow && data.board.axis === "token" ? [] : data.sequence.tracks;
   const tracks = await Promise.all(curves.map((_, i) => data.row("tracks", "tracks", i)));
   if (!app.screen.is("details", key) || data.index !== state.sequence) return; // the crosshair is elsewhere by now
   const value = values[column];
   const facts = factsOf(values);
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
-  const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
+  const missing = isNothing(values, column);
   const shown = missing ? data.board.missing?.[0] ?? NOTHING : say(value);
   const [parts, panels] = [h("div", {}), h("div", {})];
   const own = [
@@ -84,11 +85,10 @@ const fact = (name: string, text: string) => h("div", { class: name.length + tex
 /** The curves at a column. */
 function curveFacts({ data }: App, column: number, values: Float32Array[]): HTMLElement[] {
   const { pair, axis } = data.board;
-  const plane = data.plane("tracks", "tracks");
   const facts = values.map((each, i) => {
     const { title, beside } = data.sequence.tracks[i];
     const name = title[0].toLowerCase() + title.slice(1) + (pair && !beside ? `, ${pair[1]}` : "");
-    return fact(name, plane.code(i, column) === NOT_MEASURED ? NOTHING : say(each[column]));
+    return fact(name, isNothing(each, column) ? NOTHING : say(each[column]));
   });
   return facts.length ? [h("h2", {}, `This ${axis}`), h("dl", { class: pair ? "wide" : "" }, ...facts)] : [];
 }
@@ -101,10 +101,14 @@ function heading(app: App, row: Row, column: number): HTMLElement[] {
   const written = piece?.generated ? ", written by the model" : piece?.special ? ", special" : "";
   const place = h("div", { class: "place" }, h("code", { title: row.name }, ...breakable(row.name || "model")), h("span", {}, type));
   const said = piece?.text ?? "…";
-  const text = visible(data.board.kind === "diff" ? said.trim() || said : said);
+  // Of two scans one may have ended.
+  const { pair } = data.board;
+  const [after, before] = said.split(" ≠ ");
+  const alone = pair && (before === "∅ " ? pair[1] : after === " ∅" && before ? pair[0] : "");
+  const text = visible(data.board.kind === "diff" ? said.replace(/^ +| +$/g, "") || said : said);
   // The text of a step is its number.
   return [place, word === "token"
-    ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}`))
+    ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}${alone ? `, only in ${alone}` : ""}`))
     : h("div", { class: "token" }, h("b", {}, named(word, text)))];
 }
 

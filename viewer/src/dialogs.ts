@@ -2,7 +2,7 @@
 // same table: an action that is not in it cannot be done by keyboard and is not explained.
 
 import type { App } from "./app";
-import { Board, CHUNK } from "./data";
+import { Board, CHUNK, isNothing } from "./data";
 import { count, exact, h, say, short, visible } from "./dom";
 import { closePopup, openPopup } from "./popup";
 import { finding, findings, nextChoice, nextMap } from "./toolbar";
@@ -151,11 +151,12 @@ export function openTable(app: App): void {
   };
   const before = h("button", { onclick: () => turn(-MOST_COLUMNS) }, `← ${MOST_COLUMNS} before`);
   const after = h("button", { onclick: () => turn(MOST_COLUMNS) }, `${MOST_COLUMNS} after →`);
+  const nothing = app.data.board.missing?.[0] ?? "not measured";
   const show = async () => {
     const last = Math.min(scene.columns, first + MOST_COLUMNS, fits && first === seen ? end : Infinity);
     const asked = first;
     [before.disabled, after.disabled] = [first <= 0, last >= scene.columns];
-    said.textContent = `${app.metric?.unit ?? ""}; columns ${first} to ${last - 1} of ${scene.columns.toLocaleString("en")}, ${count(rows.length, "row")} in view `;
+    said.textContent = `${app.metric?.unit ?? ""}; columns ${first} to ${last - 1} of ${scene.columns.toLocaleString("en")}, ${count(rows.length, "row")} in view; –: ${nothing} `;
     const columns = Array.from({ length: Math.max(0, last - first) }, (_, i) => first + i);
     await Promise.all([first, last - 1].map((t) => app.data.loadChunk(Math.floor(Math.max(0, t) / CHUNK))));
     const values = await app.exported().values(first, last);
@@ -163,7 +164,7 @@ export function openTable(app: App): void {
     head.replaceChildren(h("th", { scope: "col" }, "layer"), ...columns.map((t) =>
       h("th", { scope: "col", "aria-current": t === state.column ? "true" : undefined }, `${t} ${short(visible(app.data.piece(t)?.text ?? ""), 12)}`)));
     body.replaceChildren(...rows.map((row) =>
-      h("tr", {}, h("th", { scope: "row" }, row.name || "model"), ...Array.from(values.get(row.name) ?? [], (x) => h("td", { title: exact(x) }, say(x))))));
+      h("tr", {}, h("th", { scope: "row" }, row.name || "model"), ...Array.from(values.get(row.name) ?? [], (x, i) => (isNothing(values.get(row.name)!, i) ? h("td", { title: nothing }, "–") : h("td", { title: exact(x) }, say(x)))))));
   };
   openPopup(app,
     h("div", { class: "table" }, h("h2", {}, app.metric?.title ?? ""),

@@ -129,7 +129,7 @@ export function ask(app: App, prompt: string, taken: () => void = () => undefine
   app.options.transport.prompt!(prompt).then(
     () => {
       taken();
-      app.set({ follow: true });
+      app.set({ follow: true, sequence: Math.max(0, app.data.board.sequences - 1) }); // from there it goes on to the answer
     },
     (error: Error) => {
       app.ui.doing.hidden = false;

@@ -3,6 +3,7 @@
 
 import type { App } from "./app";
 import { Look, cssColour, mapOf, scaleOf, shareOf } from "./colour";
+import { isNothing } from "./data";
 import { exact, short, svg, visible } from "./dom";
 import { Inks, Piece, READABLE, Scene, drawAxis, drawCells } from "./heatmap";
 import { Plane } from "./planes";
@@ -22,6 +23,7 @@ export interface Exported {
   title: string;
   axis: string;
   unit: string;
+  nothing: string; // what is said of a cell where nothing was measured
   bar: { words: [string, string]; map: string } | null;
   /** The exact values of rows and columns in view. */
   values: (first: number, last: number) => Promise<Map<string, Float32Array>>;
@@ -118,7 +120,7 @@ export async function toSvg(from: Exported): Promise<Blob> {
     numbers.forEach((value, i) => {
       const share = shareOf(scale, value);
       const fill = Number.isNaN(share) ? inks.none : cssColour(map, share);
-      const title = svg("title", {}, document.createTextNode(`${row.name}, ${first + i}: ${exact(value)}`));
+      const title = svg("title", {}, document.createTextNode(`${row.name}, ${first + i}: ${isNothing(numbers, i) ? from.nothing : exact(value)}`));
       root.append(svg("rect", { x: LEFT + i * cell, y, width: cell, height: high, fill }, title));
     });
   });
@@ -148,9 +150,12 @@ export async function toCsv(from: Exported): Promise<Blob> {
   const place = (t: number, piece: Piece | null) => (isToken ? [t, field(piece?.text ?? "")] : [from.axis === "step" ? piece?.id ?? t : field(piece?.text ?? "")]);
   const lines = [[from.axis, ...(isToken ? ["text"] : []), ...rows.map((row) => field(row.name || "model"))].join(",")];
   for (let t = first; t < last; t++)
-    lines.push([...place(t, from.piece(t)), ...rows.map((row) => exact(values.get(row.name)?.[t - first] ?? NaN))].join(","));
+    lines.push([...place(t, from.piece(t)), ...rows.map((row) => written(values.get(row.name)!, t - first))].join(","));
   return new Blob([lines.join("\r\n") + "\r\n"], { type: "text/csv" });
 }
+
+/** A number; nothing where nothing was measured. */
+const written = (values: Float32Array, at: number) => (isNothing(values, at) ? "" : exact(values[at]));
 
 export async function save(app: App, kind: "png" | "svg" | "csv"): Promise<void> {
   try {

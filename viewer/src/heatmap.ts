@@ -141,8 +141,9 @@ export function drawOverlay(
   c.fillStyle = inks.back;
   for (let r = from; r < to; r++) {
     const { plane, index } = scene.rows[r];
-    const [faint, kept] = [values(overlay.opacity, plane), values(overlay.outline, plane)];
-    if (!faint || !kept) continue;
+    const faint = values(overlay.opacity, plane);
+    const kept = overlay.outline ? values(overlay.outline, plane) : undefined;
+    if (!faint || kept === null) continue;
     for (let t = first; t < last; t++) {
       const [x, y] = [(t - scene.first) * scene.cell, (r - scene.top) * scene.rowHeight];
       const opacity = faint[index * scene.columns + t];
@@ -150,7 +151,7 @@ export function drawOverlay(
         c.globalAlpha = 1 - opacity;
         c.fillRect(x, y, scene.cell, scene.rowHeight);
       }
-      if (kept[index * scene.columns + t] > 0) lines.push([x, y]);
+      if (kept && kept[index * scene.columns + t] > 0) lines.push([x, y]);
     }
   }
   c.globalAlpha = 1;

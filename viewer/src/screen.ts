@@ -142,7 +142,7 @@ export class Screen {
     this.stats.drawn++;
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     const { overlay } = data.sequence;
-    if (overlay) drawOverlay(c, scene, (metric, plane) => data.whole(metric, plane), overlay, inks);
+    if (overlay?.opacity) drawOverlay(c, scene, (metric, plane) => data.whole(metric, plane), overlay, inks);
     drawMarks(c, scene, layers?.header ?? null, app.rowIndex, state.column, inks, app.hover);
     const texts = data.board.axis !== "step";
     const axis = !texts || scene.cell < READABLE ? NUMBERS : data.board.axis === "token" ? AXIS : WORDS;

@@ -26,7 +26,7 @@ export const START: State = {
 };
 
 // What a page may choose for itself when it opens: a link says it always.
-const CHOSEN = ["metric", "layer", "column", "norm", "depth"];
+const CHOSEN = ["metric", "sequence", "layer", "column", "norm", "depth"];
 
 /** What differs from how the page opens, as the part of an address behind "#"; `told` is what the board opens it with. */
 export function toHash(state: State, told: object): string {

@@ -106,7 +106,8 @@ function renderAnswer(app: App): void {
   const { overlay } = sequence;
   refill(ui.legend, ...(!overlay ? [] : [
     ...(board.ends && app.metric?.signed ? [...swatch(0.12, board.ends[0]), ...swatch(0.88, board.ends[1])] : [h("span", {}, "the darker the larger")]),
-    h("i", { class: "swatch survivor" }), h("span", {}, overlay.meaning), h("i", { class: "swatch faint" }), h("span", {}, "fainter: weaker evidence")]));
+    overlay.outline && h("i", { class: "swatch survivor" }), h("span", {}, overlay.meaning),
+    ...(overlay.opacity ? [h("i", { class: "swatch faint" }), h("span", {}, "fainter: weaker evidence")] : [])]));
 }
 
 function renderHealth(app: App): void {

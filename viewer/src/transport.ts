@@ -147,8 +147,8 @@ export class FileTransport implements Transport {
     if (name === "sequences") {
       const key = Object.keys(this.answers).find((each) => each.startsWith("sequence?"))!;
       const index = Number(new URLSearchParams(key.split("?")[1]).get("sequence"));
-      const { name: own, columns, condition } = this.answers[key];
-      return { total: 1, found: [{ index, name: own, columns, condition }] };
+      const { name: own, text, columns, condition } = this.answers[key];
+      return { total: 1, found: [{ index, name: own, text, columns, condition }] };
     }
     const found = this.answers[query(name, given)];
     if (found === undefined) throw new Error("This is not part of the page that was saved.");

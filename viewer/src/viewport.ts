@@ -44,7 +44,8 @@ export class Viewport {
   place(): void {
     const { width, height } = this.sizes;
     const { state, rows, data: { columns } } = this.app;
-    const span = this.zoomed ? state.last - state.first : columns || 1;
+    const end = Math.min(state.last, columns); // an address may say anything
+    const span = end > state.first ? end - state.first : columns || 1;
     const cell = Math.min(width / span, WIDEST);
     const most = Math.max(0, columns - width / cell);
     const rowHeight = Math.max(NARROWEST_ROW, Math.min(TALLEST_ROW, height / Math.max(1, rows.length)));

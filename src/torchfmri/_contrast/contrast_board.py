@@ -26,6 +26,9 @@ from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Over
 
 _BEFORE, _AFTER = "in", "out"
 _PEAKS = 20
+_UNTESTED = ["not tested", "No such layer in this block, or the same in every prompt."]
+_ABSENT = ["not there", "No such layer in this block."]
+"""What a grey cell says: where nothing is tested, cells that are coloured are not tested either."""
 _OTHERS: tuple[tuple[str | None, float], ...] = (
     ("fdr", 0.05),
     ("fdr", 0.01),
@@ -47,6 +50,7 @@ class ContrastBoard(Board):
 
     def __init__(self, contrast: Contrast, path: Path | None = None) -> None:
         self.contrast, self.path = contrast, path and path.absolute()
+        self._tested = not np.isnan(contrast.p).all()
         self._judged = _thresholds(contrast)
         self._rank = np.empty(len(contrast), np.int64)
         self._rank[contrast.ranked(None)] = np.arange(len(contrast))
@@ -129,7 +133,7 @@ class ContrastBoard(Board):
         place = f"torchfmri.load_contrast({str(self.path)!r})" if self.path else "contrast"
         about: dict[str, Any] = {
             "title": printable(contrast.question),
-            "missing": ["not tested", "No such layer in this block, or the same in every prompt."],
+            "missing": _UNTESTED if self._tested else _ABSENT,
             "model": printable(contrast.model),
             "notes": [
                 printable(each)
@@ -185,8 +189,12 @@ class ContrastBoard(Board):
 
     def overlay(self, sequence: int) -> Overlay:
         """Return the overlay: opacity by the statistic, an outline around what survives."""
-        meaning = outline_meaning(self._judged[sequence])
-        return Overlay(opacity="opacity", outline="survives", meaning=meaning)
+        judged = self._judged[sequence]
+        return Overlay(
+            opacity="opacity" if self._tested else "",
+            outline="survives" if self._tested and judged.height_control else "",
+            meaning=outline_meaning(judged),
+        )
 
     def headline(self, sequence: int) -> str:
         """Return how many differ at this threshold, and which does most."""
@@ -215,7 +223,9 @@ class ContrastBoard(Board):
         return f" {lead}: {place}, {end} ({name} {number_text(size)}{evidence})."
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """Return how many survive in each block."""
+        """Return how many survive in each block, if anything is tested."""
+        if not self._tested:
+            return []
         level = self.contrast.level
         meaning = (
             f"How many {level}s of the block survive: {threshold_title(self._judged[sequence])}."
@@ -234,7 +244,7 @@ class ContrastBoard(Board):
         if plane == TRACKS:
             survives = self._shades[sequence]["survives"]
             kept = sum(self._taken(survives, row).sum(0) for row in self._rows)
-            return np.asarray(kept, np.float32)[:, None]
+            return np.asarray(kept, np.float32)[:, None][:, : int(self._tested)]
         shade = self._shades[sequence][metric]
         if plane == LAYERS:
             rows = [self._strongest(shade, row, metric == "survives") for row in self._rows]
@@ -260,7 +270,8 @@ class ContrastBoard(Board):
     def names(self, plane: str) -> Sequence[str]:
         """Return the names of the rows of a plane; parts are named by the layer with most."""
         if plane in (LAYERS, TRACKS):
-            return self._rows if plane == LAYERS else ["survivors"]
+            tracks = [each.name for each in self.tracks(0)]
+            return self._rows if plane == LAYERS else tracks
         places = self._places[plane]
         longest = places[:, (places >= 0).sum(0).argmax()]
         own = self.contrast.columns[longest].names
@@ -281,9 +292,15 @@ class ContrastBoard(Board):
             row, column = self._cells[layer]
             part = contrast.columns[[index]].names[0][len(layer) :]
             link = {"layer": row, "column": column, "text": row + part}
+            if not self._tested:
+                rows.append([self._pieces[column], link, number_text(contrast.effect[index])])
+                continue
             mark = "●" if contrast.survives[index] else ""
             numbers = number_text(values[index]), probability_text(judged[index])
             rows.append([mark, self._pieces[column], link, *numbers])
+        if not self._tested:
+            data = {"columns": ["block", contrast.level, "difference"], "rows": rows}
+            return (Panel("peaks", "Largest differences, not tested", "table", data),)
         data = {"columns": ["", "block", contrast.level, size, name], "rows": rows}
         count = plural(int(contrast.survives.sum()), contrast.level)
         title = f"Peaks: {count} survive" if contrast.height_control else "Peaks: no threshold"
@@ -302,17 +319,16 @@ class ContrastBoard(Board):
             return ()
         contrast = self._judged[sequence]
         peak = contrast.row(index)
-        level = f"{1 - self.contrast.alpha:.0%}"
-        pairs = {
-            "n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a),
-            f"{level} interval of g": f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
-            "F" if contrast.is_f else "t": number_text(contrast.statistic[index]),
-            "degrees of freedom": number_text(peak.dof),
-            "p": probability_text(peak.p),
-        }
-        if _is_corrected(contrast):
+        pairs = {"n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a)}
+        if self._tested:
+            interval = f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}"
+            pairs[f"{1 - self.contrast.alpha:.0%} interval of g"] = interval
+            pairs["F" if contrast.is_f else "t"] = number_text(contrast.statistic[index])
+            pairs["degrees of freedom"] = number_text(peak.dof)
+        pairs["p"] = probability_text(peak.p) if self._tested else "not tested"
+        if self._tested and _is_corrected(contrast):
             pairs["q"] = probability_text(peak.q)
-        if contrast.height_control is not None:
+        if self._tested and contrast.height_control is not None:
             pairs["survives"] = "yes" if peak.survives else "no"
         data = {"columns": ["", ""], "rows": [[key, value] for key, value in pairs.items()]}
         return (Panel("cell", contrast.columns[[index]].names[0], "table", data),)

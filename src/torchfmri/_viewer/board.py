@@ -51,8 +51,8 @@ class Overlay:
     """What is drawn over the colours of a plane of few columns.
 
     Attributes:
-        opacity: The metric, from 0 to 1, by which cells fade.
-        outline: The metric that is not 0 where a cell is outlined.
+        opacity: The metric, from 0 to 1, by which cells fade; "" where none does.
+        outline: The metric that is not 0 where a cell is outlined; "" where none is.
         meaning: What both say, for the colour bar.
     """
 

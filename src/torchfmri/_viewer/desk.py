@@ -14,13 +14,13 @@ import json
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from torchfmri._viewer.board import LAYERS, TRACKS, Board
+from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry
 from torchfmri._viewer.tiles import Plane, Table
 from torchfmri.exceptions import InspectionError
 
@@ -34,6 +34,8 @@ SHARED = 20
 """Characters from which a beginning that all texts share is left out."""
 PLANES = 24
 """Planes that stay in memory."""
+NOTHING = 0x7FC00001
+"""The bits of the NaN that is sent where nothing was measured; `data.ts` knows it by them."""
 HEADROOM = 4.0
 """A growing plane is coded for values up to so many times its largest."""
 
@@ -103,12 +105,13 @@ class Desk:
         words = given.get("search", "").casefold().split()
         first = _number(given, "first", 0)
         entries = self.board.entries()
+        chosen = _searched(entries, words)
         told = own_texts([each.text for each in entries])
         found = [
             {"index": index, **vars(each), "text": told[index]}
             for index, each in enumerate(entries)
-            if all(word in f"{each.name} {each.condition} {each.text}".casefold() for word in words)
-        ]  # fmt: skip
+            if chosen[index]
+        ]
         return {"total": len(found), "found": list(islice(found, first, first + LISTED))}
 
     def _sequence(self, given: Mapping[str, str]) -> Answer:
@@ -159,19 +162,29 @@ class Desk:
         return {"panels": [each.to_dict() for each in found]}
 
     def _values(self, given: Mapping[str, str]) -> Answer:
-        table = self.table(*self._place(given))
-        first, last = _number(given, "first", 0), _number(given, "last", len(table))
-        part = table[first:last]
+        place = self._place(given)
+        table = self.table(*place)
+        rows = slice(None)
         if "row" in given:
             row = _number(given, "row", 0)
             if not 0 <= row < table.shape[1]:
                 raise DeskQuestion(f"There is no row {row}: there are {table.shape[1]}.")
-            part = part[:, row : row + 1]
+            rows = slice(row, row + 1)
+        taken = slice(_number(given, "first", 0), _number(given, "last", len(table))), rows
+        part = table[taken]
         if part.size > MOST_VALUES:
             raise DeskQuestion(
                 f"These are {part.size:,} values; {MOST_VALUES:,} are sent at once. Zoom in."
             )
-        return np.ascontiguousarray(part.T, dtype="<f4").tobytes()
+        sent = np.array(part.T, "<f4", order="C")
+        odd = ~np.isfinite(sent)
+        if odd.any():
+            sent[np.isnan(sent)] = np.nan  # a model may compute any of the many NaNs
+            missing = self.board.missing(*place)
+            if missing is not None:
+                lost = np.broadcast_to(missing[: max(1, len(table))], table.shape)[taken].T
+                sent.view("<u4")[odd & lost] = NOTHING
+        return sent.tobytes()
 
     # -- planes ------------------------------------------------------------------------------
 
@@ -256,6 +269,21 @@ def own_texts(texts: list[str]) -> list[str]:
     if start < SHARED or any(len(each) <= start for each in texts):
         return texts
     return [f"… {each[start:]}" for each in texts]
+
+
+def _searched(entries: Sequence[Entry], words: list[str]) -> list[bool]:
+    """Which entries have the words one after the other; if none has, which have all of them.
+
+    What is looked at is what the list shows. A name counts as far as somebody types it: one that a
+    scan gives by itself has a number and a hash, in which any digit occurs somewhere.
+    """
+    phrase = " ".join(words)
+    texts = [f"{each.text or each.name} {each.condition}".casefold() for each in entries]
+    exact = [
+        phrase in text or each.name.casefold().startswith(phrase)
+        for each, text in zip(entries, texts, strict=True)
+    ]
+    return exact if any(exact) else [all(word in text for word in words) for text in texts]
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -141,16 +142,19 @@ class DiffBoard(Board):
         return found
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The texts of the longer one; where they differ, both: that of the second first."""
+        """The texts of the second; where they differ, those of both, and ∅ where one has ended."""
         a, b = (each.columns(sequence, first, last) for each in self._pair)
-        longer = dict(max(a, b, key=lambda each: len(each["pieces"])))
-        both = min(len(a["pieces"]), len(b["pieces"]))
-        pieces = list(longer["pieces"])
-        for index in range(both):
-            if a["pieces"][index] != b["pieces"][index]:
-                one, other = (each["pieces"][index].strip(" ") for each in (b, a))
-                pieces[index] = f" {one} ≠ {other} "
-        return {**longer, "pieces": pieces}
+        count = len(b["pieces"])
+        told = {key: [*b[key], *a[key][count:]] for key in b}
+        texts = zip_longest(b["pieces"], a["pieces"])
+        told["pieces"] = [one if one == other else self._merged(one, other) for one, other in texts]
+        return told
+
+    def _merged(self, one: str | None, other: str | None) -> str:
+        """Two texts as one; `details.ts` and `strip.ts` take it apart. A step keeps its number."""
+        if self.axis != "token" and None in (one, other):
+            return one or other or ""
+        return f" {' ≠ '.join('∅' if each is None else each.strip(' ') for each in (one, other))} "
 
     def values(self, sequence: int, metric: str, plane: str) -> Table:
         """(column, row) second - first; NaN where one of them has none."""

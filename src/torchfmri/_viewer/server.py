@@ -221,9 +221,10 @@ def read_crosshair(board: Board, state: Mapping[str, Any]) -> Crosshair:
             values[metric] = float(board.values(sequence, metric, plane)[column, place])
     curves = board.values(sequence, TRACKS, TRACKS)[column].tolist()
     names = [each.name for each in board.tracks(sequence)]
-    pieces = board.columns(sequence, column, column + 1)["pieces"]
+    text = str(board.columns(sequence, column, column + 1)["pieces"][0])
+    text = text if board.axis == "token" else text.strip()
     return Crosshair(
-        layer=str(row), column=column, text=str(pieces[0]), values=values,
+        layer=str(row), column=column, text=text, values=values,
         metric=str(state.get("metric") or metrics[0]), curves=dict(zip(names, curves, strict=True)),
     )  # fmt: skip
 

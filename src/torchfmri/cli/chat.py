@@ -26,13 +26,13 @@ from torchfmri._scan import (
     ScanOptions,
     longest_sequence,
 )
-from torchfmri._text import plural
+from torchfmri._text import plural, printable
 from torchfmri._viewer import View
 from torchfmri.cli.options import Result, add_choice, add_model, add_number, add_path
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
-_WAITING = 8
+_WAITING, _NAMED = 8, 40
 """Prompts that may wait for the model."""
 
 
@@ -68,6 +68,7 @@ class Chat:
         self._out, self._chat, self._number = out, chat, 0
         self._waiting: queue.Queue[str | None] = queue.Queue(_WAITING + 1)
         self._stopping, self._now = False, ""
+        self._dropped: list[str] = []
         self._thread = threading.Thread(target=self._work, name="torchfmri-chat", daemon=True)
         self._thread.start()
 
@@ -92,6 +93,10 @@ class Chat:
         self._stopping = True
         self._waiting.put(None)
         self._thread.join()
+        if self._dropped:
+            told = ", ".join(map(_quoted, self._dropped))
+            print(f"torchfmri chat: not answered: {told}", file=sys.stderr, flush=True)
+            self._dropped.clear()
 
     def _say(self, now: str) -> None:
         """Show what is worked on, and how many prompts wait for it."""
@@ -121,7 +126,10 @@ class Chat:
             )
 
     def _work(self) -> None:
-        while (prompt := self._waiting.get()) is not None and not self._stopping:
+        while (prompt := self._waiting.get()) is not None:
+            if self._stopping:
+                self._dropped.append(prompt)
+                continue
             self._number += 1
             name = f"{self._number:03d} {' '.join(prompt.split())[:40]}"
             self.board.begin(name)
@@ -136,14 +144,21 @@ class Chat:
                 if self._out is not None:
                     scan.save(self._out, append=self._out.exists())
             except _Stopped:
-                pass
+                self._dropped.append(prompt)
             except Exception as error:  # whatever a tokenizer or a model raises for this prompt
                 known = isinstance(error, InspectionError | OSError | RuntimeError)
                 said = str(error) if known else f"{type(error).__name__}: {error}"
-                self.board.problem = f"{prompt[:40]!r} failed: {said}"
-                print(f"torchfmri chat: {name!r} failed: {said}", file=sys.stderr, flush=True)
+                self.board.problem = f"{_quoted(prompt)} failed: {said}"
+                told_by = f"torchfmri chat: prompt {self._number}, {self.board.problem}"
+                print(told_by, file=sys.stderr, flush=True)
             self._say("")
             self.board.finish(scan)
+
+
+def _quoted(prompt: str) -> str:
+    """A prompt as messages name it: on one line, and cut where it is long."""
+    text = printable(" ".join(prompt.split()))
+    return f"“{text}”" if len(text) <= _NAMED else f"“{text[:_NAMED].rstrip()}…”"
 
 
 def start(options: Namespace) -> tuple[Chat, View]:

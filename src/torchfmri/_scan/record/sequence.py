@@ -82,6 +82,7 @@ class Tokens:
 
     def pieces_of(self, first: int, last: int) -> list[str]:
         """Return `pieces[first:last]`, without spelling the whole of a long text."""
+        first = min(first, len(self.spelling))
         start, before = first, 0
         while start > 0 and before < _CHARACTER:  # tokens may be without bytes
             start -= 1

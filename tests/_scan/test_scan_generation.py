@@ -248,6 +248,28 @@ def test_several_sequences_by_configuration() -> None:
     assert len(scan) == 2
 
 
+def test_what_a_given_configuration_leaves_open_is_the_models() -> None:
+    model, config = build("llama"), GenerationConfig(do_sample=False)
+    model.generation_config.pad_token_id = 2
+    rows = [prompts()[0], prompts()[1], [*prompts()[1][:-1], 2]]
+    expected = plain(model, rows, generation_config=config)
+    assert len({len(each) for each in cut(expected, 7)}) > 1, "no row ends early"
+    scan = torchfmri.scan(model, None, rows, STEPS, per=None, generation_config=config)
+    assert written(scan) == cut(expected, 7)
+
+
+def test_texts_that_end_an_answer_by_configuration() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    config = GenerationConfig(stop_strings=["girl", "."], do_sample=False)
+    prompt = "Once upon a time there was a little"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    options: dict[str, Any] = {"generation_config": config, "tokenizer": tokenizer}
+    expected = model.generate(ids, max_new_tokens=12, **options)[0, ids.shape[1] :].tolist()
+    assert len(expected) < 12, "no text ended it"
+    scan = torchfmri.scan(model, tokenizer, prompt, 12, per=None, generation_config=config)
+    assert written(scan) == [expected]
+
+
 def test_rows_that_end_early_where_padding_is_the_ending_token() -> None:
     """SmolLM2's way: what comes after the end is cut by its position, never by its id."""
     model = build("llama")

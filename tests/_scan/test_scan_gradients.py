@@ -37,6 +37,7 @@ import torchfmri
 from torchfmri import Scan
 from torchfmri._scan.run.cached_pass import run_cached
 from torchfmri._scan.run.gradient_pass import run_pass
+from torchfmri._scan.run.learning_costs import _add_at
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.subject import ScanSubject, find_subject
@@ -797,3 +798,12 @@ def test_every_implementation_of_experts(name: str, experts: str, per: str) -> N
     subject = find_subject(model, "*", sequences.ids, VOXEL)
     assert any(layer.experts.stop - layer.experts.start == 4 for layer in subject.layers)
     assert_gradients(measure(subject, sequences, per), subject, model, expected, 1e-4)
+
+
+@pytest.mark.parametrize("parts", [(torch.nan, 3.0), (3.0, torch.nan), (2.0, 3.0)])
+def test_a_gradient_that_is_nan_stays_nan_when_others_are_added(parts: tuple[float, ...]) -> None:
+    """An entry to which nothing was added is nan too, and begins at zero."""
+    sums, has_some = torch.full((2,), torch.nan), torch.zeros(2, dtype=torch.bool)
+    for each in parts:
+        _add_at(sums, has_some, 1, torch.tensor(each))
+    torch.testing.assert_close(sums, torch.tensor([torch.nan, parts[0] + parts[1]]), equal_nan=True)

@@ -128,11 +128,16 @@ class Decoding:
         return self.decode is not None or any(own)
 
     def setting(self, model: nn.Module, name: str) -> Any:
-        """What `generate` will use for an option: as given, or the model's default."""
-        config = self.options.get("generation_config") or getattr(
-            unwrap(model), "generation_config", None
-        )
-        return self.options.get(name, getattr(config, name, None))
+        """What `generate` will use for an option.
+
+        As transformers do: the option itself, else a configuration that was given, and what this
+        leaves open is taken from the model's own.
+        """
+        if name in self.options:
+            return self.options[name]
+        own = getattr(unwrap(model), "generation_config", None)
+        given = getattr(self.options.get("generation_config"), name, None)
+        return getattr(own, name, None) if given is None else given
 
     def ends(self, model: nn.Module) -> frozenset[int]:
         """The tokens that end a sequence."""
@@ -200,7 +205,8 @@ class Decoding:
             if self.setting(model, "pad_token_id") is None and self.ends(model):
                 options["pad_token_id"] = min(self.ends(model))  # as transformers, with a warning
             if not self.pass_only(model):
-                options.pop("stop_strings", None)
+                if self.setting(model, "stop_strings") is not None:
+                    options["stop_strings"] = None  # `endings` looks for them, with the tokenizer
                 options["stopping_criteria"] = [endings]
         try:
             found = generate(prompt.ids, **options)
@@ -216,7 +222,7 @@ class Decoding:
             InspectionError: It did.
         """
         files = [Path(each.filename).parts for each in extract_tb(error.__traceback__)]
-        while "torch" in files[-1]:
+        while len(files) > 1 and "torch" in files[-1]:  # a folder of the user's may be called so
             files.pop()
         # Models are in transformers/models/NAME/, and everything else no deeper than this.
         if self.options and "transformers" in files[-1][-3:]:
@@ -258,7 +264,7 @@ class Decoding:
     def _choose(self, logits: Tensor) -> Tensor:
         if not self.options.get("do_sample"):
             return logits.argmax(-1)
-        scaled = logits.float() / float(self.options.get("temperature", 1.0))
+        scaled = logits.float() / float(self.options.get("temperature") or 1.0)
         return torch.multinomial(scaled.softmax(-1), 1)[:, 0]
 
 

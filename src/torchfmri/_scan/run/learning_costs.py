@@ -79,6 +79,10 @@ class CostSums:
         self._found = found
         self._by_voxel = torch.full_like(norms, torch.nan)
         self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
+        # What was added to: a nan that is there may be that of a gradient.
+        self._has_voxel, self._has_layer = (
+            torch.zeros_like(each, dtype=torch.bool) for each in (self._by_voxel, self._by_layer)
+        )
         self._whole: list[tuple[ScannedLayer, slice | None, Tensor]] = []
 
     def add(self, layer: ScannedLayer, info: ParameterInfo, own: Tensor) -> None:
@@ -90,11 +94,10 @@ class CostSums:
     ) -> None:
         """Add the squares of a parameter for one token, (its voxels)."""
         own = own.to(self._by_voxel.dtype)
-        by_layer, by_voxel = self._by_layer[token], self._by_voxel[token]
-        by_layer[layer.index] = by_layer[layer.index].nan_to_num() + own.sum()
+        _add_at(self._by_layer[token], self._has_layer[token], layer.index, own.sum())
         columns = _columns_of(layer, info)
         if columns is not None:
-            by_voxel[columns] = by_voxel[columns].nan_to_num() + own
+            _add_at(self._by_voxel[token], self._has_voxel[token], columns, own)
 
     def finish(self) -> None:
         """Put the roots of the sums where they belong."""
@@ -108,6 +111,12 @@ class CostSums:
         _add_columns(self._by_voxel, voxels)
         self._found.cost = self._by_voxel.sqrt()
         self._found.layer_cost = self._by_layer.sqrt()
+
+
+def _add_at(sums: Tensor, has_some: Tensor, where: int | slice, own: Tensor) -> None:
+    """Add to some sums of one token; those to which nothing was added so far begin at zero."""
+    sums[where] = torch.where(has_some[where], sums[where], 0) + own
+    has_some[where] = True
 
 
 def _add_columns(sums: Tensor, parts: Sequence[tuple[list[int], Tensor]]) -> None:

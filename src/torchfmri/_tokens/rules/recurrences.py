@@ -169,6 +169,8 @@ class Recurrences:
 
     def _is_proved(self, use: StepUse) -> bool:
         """Whether a use belongs to the position that was found for it."""
+        if all(each.grid == (1, 1) for each in self._sources.all):
+            return True  # a pass over one token, as one step of generation: there is no other
         if any(each.is_open for each in use.begun):
             return False
         place = use.own if use.place is None else use.place

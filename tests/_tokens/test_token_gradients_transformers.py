@@ -288,7 +288,15 @@ def test_lengths_that_equal_another_size(name: str, b: int, s: int) -> None:
         model = build(name, last_attention(name))
         batch = causal_batch(b, s)
         truth = truth_of(name, model, batch)
-        assert_tokens(measured(model, batch), truth, None, 1e-12)
+        found = measured(model, batch)
+        refused = {row.name: row.note for row in found.coverage().missing}
+        if (name, s) == ("mamba", 2):  # its loop over two positions does not tell which came first
+            assert any("recurrence" in each for each in refused.values())
+            assert all(refused.values())  # what follows the loop has reasons too
+            truth = {each: truth[each] for each in truth if each not in refused}
+        else:
+            assert not refused
+        assert_tokens(found, truth, None, 1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

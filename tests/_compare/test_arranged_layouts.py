@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_origins import Turned
 from torch import Tensor, nn
 
 from benchmarks._compare_models import batch, build, padded
@@ -115,18 +116,6 @@ def test_names_that_mean_other_layers_give_way_to_weights() -> None:
     first = compare(flat, wider, data=x).first
     assert first is not None
     assert (first.layer, first.partner) == ("4", "4")
-
-
-class Turned(nn.Module):
-    """A Linear that keeps its weight as (in, out)."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach().T.clone())
-        self.bias = nn.Parameter(linear.bias.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 def test_how_a_class_keeps_its_weights_is_no_mistake_and_an_exception_is_one() -> None:

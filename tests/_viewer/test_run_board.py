@@ -273,18 +273,23 @@ def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
         assert not any(name.endswith("weight") for name in page.js("app.rows.map(r => r.name)"))
 
 
-def test_a_longer_run_that_is_turned_to_opens_at_its_alarm(page: Page, tmp_path: Path) -> None:
-    """Its further steps were asked for as if they had just come, and followed."""
-    train(3, folder=tmp_path / "a")
+def break_off(folder: Path) -> None:
+    """Train for 12 steps into a folder; from step 7 on the data is NaN."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = Monitor(model, optimizer, folder=tmp_path / "b")
+    monitor = Monitor(model, optimizer, folder=folder)
     for number in range(12):
         with monitor.step() as step:
             loss = model(torch.full((8, 4), math.nan if number > 6 else 1.0)).square().mean()
             step.loss(loss)
             loss.backward()
     monitor.detach()
+
+
+def test_a_longer_run_that_is_turned_to_opens_at_its_alarm(page: Page, tmp_path: Path) -> None:
+    """Its further steps were asked for as if they had just come, and followed."""
+    train(3, folder=tmp_path / "a")
+    break_off(tmp_path / "b")
     with torchfmri.view(tmp_path, browser=False) as view:
         page.open(view.url)
         page.press("PageDown")
@@ -296,16 +301,7 @@ def test_a_longer_run_that_is_turned_to_opens_at_its_alarm(page: Page, tmp_path:
 
 def test_each_run_of_a_folder_is_opened_as_if_it_were_alone(page: Page, tmp_path: Path) -> None:
     going = train(5, folder=tmp_path / "going", detach=False)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    monitor = Monitor(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path / "broken"
-    )
-    for number in range(12):
-        with monitor.step() as step:
-            loss = model(torch.full((8, 4), math.nan if number > 6 else 1.0)).square().mean()
-            step.loss(loss)
-            loss.backward()
-    monitor.detach()
+    break_off(tmp_path / "broken")
     with torchfmri.view(tmp_path, browser=False) as view:
         board = view.board
         assert [(each.name, board.is_going(at)) for at, each in enumerate(board.entries())] == [

@@ -26,7 +26,7 @@ _WIDTH, _HEIGHT = 960, 480
 _LEFT, _BELOW, _LINE, _COLUMN = 190, 80, 12, 10
 """Pixels for the names of rows and columns, and of a line of text, level and turned."""
 _MOST_ROWS = 48
-"""Of more layers only blocks are shown, and what is outside of them, as the page begins."""
+"""The most rows of a picture. With more layers, it draws blocks and what is outside of them."""
 _LONGEST = 28
 _GREY = (200, 202, 206)
 _VIRIDIS = "4401544820713e4a8a31688e26838e1f9d8a36b77874d055b5de2bfde725"

@@ -193,6 +193,8 @@ export class App {
 
   private share(): void {
     this.saved = 0;
+    // On the way to another sequence the layer and the column are still the old one's; its arrival saves again.
+    if (this.data.index !== this.state.sequence) return;
     if (this.options.owns) {
       const hash = this.hash();
       if (hash !== location.hash.slice(1)) history.replaceState(null, "", "#" + hash);

@@ -129,14 +129,14 @@ class Page:
         """What an element says."""
         return str(self.page.locator(selector).first.inner_text())
 
-    def pixels(self) -> Any:
-        """(y, x, 3) the heat map as it is drawn."""
+    def pixels(self, where: str = ".heat") -> Any:
+        """(y, x, 3) the heat map, or another part of the page, as it is drawn."""
         import io
 
         import numpy as np
         from PIL import Image
 
-        box = self.page.locator(".heat").bounding_box()
+        box = self.page.locator(where).bounding_box()
         shot = self.page.screenshot(clip=box)
         return np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
 

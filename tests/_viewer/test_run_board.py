@@ -299,6 +299,22 @@ def test_a_longer_run_that_is_turned_to_opens_at_its_alarm(page: Page, tmp_path:
         assert page.js("[app.state.column, app.state.first, app.state.last]") == [7, 0, 0]
 
 
+def test_a_loss_that_is_not_finite_is_crossed_out(page: Page, tmp_path: Path) -> None:
+    """A gap reads as a loss of 0."""
+    break_off(tmp_path / "run")
+    with torchfmri.view(tmp_path / "run", browser=False) as view:
+        page.open(view.url)
+        page.until("!!app.data.plane('tracks', 'tracks').header")
+        page.settle()
+        cell, alarm = page.js("[app.scene.cell, app.inks().alarm]")
+        red = np.array([int(alarm[at : at + 2], 16) for at in (1, 3, 5)])
+        loss = page.pixels(".tracks")[:32]
+        for step in range(12):
+            bar = loss[:, round(step * cell) : round((step + 1) * cell)]
+            crossed = (np.abs(bar - red).max(-1) <= 12).any()
+            assert crossed == (step > 6), step
+
+
 def test_each_run_of_a_folder_is_opened_as_if_it_were_alone(page: Page, tmp_path: Path) -> None:
     going = train(5, folder=tmp_path / "going", detach=False)
     break_off(tmp_path / "broken")

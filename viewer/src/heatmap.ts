@@ -2,7 +2,7 @@
 // at every frame and by `exports`, so nothing here may ask for anything or read the layout of the page. Where a
 // tile is still missing, a coarser one stands in: a column is never blank.
 
-import { Header, Look, NOT_MEASURED, decode } from "./colour";
+import { Header, Look, NOT_FINITE, NOT_MEASURED, decode } from "./colour";
 import { Metric } from "./data";
 import { short, visible } from "./dom";
 import { Plane } from "./planes";
@@ -25,6 +25,7 @@ export interface Inks {
   soft: string;
   line: string;
   mark: string;
+  alarm: string;
   back: string;
   hatch: string;
   none: string;
@@ -166,6 +167,7 @@ export function drawMarks(
   hover: { row: number; column: number } | null,
 ): void {
   const right = Math.min((scene.columns - scene.first) * scene.cell, scene.width);
+  const bottom = Math.min((scene.rows.length - scene.top) * scene.rowHeight, scene.height);
   if (header) {
     c.fillStyle = inks.mark;
     const from = Math.max(0, Math.floor(scene.top));
@@ -205,7 +207,7 @@ export function drawMarks(
     [inks.back, inks.ink].forEach((colour, turn) => {
       c.strokeStyle = colour;
       c.lineDashOffset = 3 * turn;
-      c.strokeRect(at.x, -2, at.w, scene.height + 4);
+      c.strokeRect(at.x, -2, at.w, bottom + 2);
       c.strokeRect(-2, at.y, right + 2, at.h);
     });
     c.restore();
@@ -266,7 +268,7 @@ export interface Piece {
   special: boolean;
 }
 
-/** One band of bars per curve, up to its largest value; a curve beside it is a line over the bars. */
+/** One band of bars per curve, up to its largest value, with a cross where it is not finite; a curve beside it is a line over the bars. */
 export function drawTracks(
   c: CanvasRenderingContext2D, scene: Scene, plane: Plane, tracks: Metric[], column: number, inks: Inks, band: number,
 ): void {
@@ -276,11 +278,23 @@ export function drawTracks(
   const wide = scene.cell * 2 ** level;
   const from = Math.max(0, Math.floor(scene.first / 2 ** level));
   const to = Math.ceil(Math.min(scene.columns, scene.first + scene.width / scene.cell) / 2 ** level);
-  const walk = (row: number, top: number, see: (tall: number, x: number, at: number, beyond: boolean) => void) => {
+  const walk = (row: number, top: number, see: (tall: number, x: number, at: number, beyond: boolean) => void, broken?: (x: number) => void) => {
     const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
     plane.walk(row, level, from, to, (code, at) => {
-      if (code > NOT_MEASURED) see(Math.min(1, values[code]) * (band - 10), (at * 2 ** level - scene.first) * scene.cell, at, values[code] > BEYOND);
+      const x = (at * 2 ** level - scene.first) * scene.cell;
+      if (code > NOT_MEASURED) see(Math.min(1, values[code]) * (band - 10), x, at, values[code] > BEYOND);
+      else if (code === NOT_FINITE) broken?.(x);
     });
+  };
+  const cross = (x: number, y: number) => {
+    c.strokeStyle = inks.alarm;
+    c.lineWidth = 2;
+    c.beginPath();
+    for (const side of [-4, 4]) {
+      c.moveTo(x - side, y - 4);
+      c.lineTo(x + side, y + 4);
+    }
+    c.stroke();
   };
   tracks.filter((each) => !each.beside).forEach((track, place) => {
     const top = topOf(header, tracks, track) || 1;
@@ -294,7 +308,7 @@ export function drawTracks(
       c.fillRect(x, bottom - Math.max(1, tall), Math.max(1, wide - (wide > 4 ? 1 : 0)), Math.max(1, tall));
       if (beyond) c.fillRect(x, bottom - tall - 3, Math.max(1, wide - (wide > 4 ? 1 : 0)), 1.5);
       if (now) c.fillStyle = inks.soft;
-    });
+    }, (x) => cross(x + wide / 2, bottom - 8));
     c.fillStyle = inks.other;
     tracks.forEach((each, row) => each.beside === track.name && walk(row, top, (tall, x) => c.fillRect(x, bottom - tall - 1, Math.max(2, wide), 2)));
   });

@@ -60,7 +60,7 @@ export class Screen {
     if (this.theirInks) return this.theirInks;
     const style = getComputedStyle(this.app.ui.body);
     const get = (name: string) => style.getPropertyValue(`--${name}`).trim();
-    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none"), other: get("other"), dark: get("theme") === "dark" };
+    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), alarm: get("alarm"), back: get("map"), hatch: get("hatch"), none: get("none"), other: get("other"), dark: get("theme") === "dark" };
   }
 
   get look(): Look {

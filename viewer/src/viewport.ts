@@ -6,7 +6,7 @@ import { Scene } from "./heatmap";
 import { State } from "./state";
 
 export const WIDEST = 200; // pixels of a column
-const [NARROWEST_ROW, TALLEST_ROW] = [8.5, 88]; // every row has room for its name; what does not fit is scrolled to
+const [NARROWEST_ROW, TALLEST_ROW] = [8.5, 140]; // every row has room for its name; what does not fit is scrolled to
 const NO_VOXELS: Record<string, string> = { file: "The voxels are not part of this saved page: it would have been too large, or they were not measured." };
 const SMALL = 680; // a page that is narrower has its details below the map
 

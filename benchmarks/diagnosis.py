@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import diagnosis_sentinel
 from benchmarks._cases import Case, Fault
+from benchmarks._cuts import CUTS
 from benchmarks._diagnosis_peers import PEERS, is_named
 from benchmarks._faults import FAULTS
 from benchmarks._healthy import HEALTHY, STEPS
@@ -29,7 +30,6 @@ from benchmarks._timing import Run, describe_machine, report
 from benchmarks.monitor import Training, build_training
 from torchfmri import Diagnosis, Monitor, diagnose
 from torchfmri._diagnosis import profiles, rates, signals
-from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.live import LiveDiagnosis
 from torchfmri._diagnosis.loss import logits_left
 from torchfmri._diagnosis.observation import Observation

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 import torchfmri
 from benchmarks._cases import Blobs, LanguageModel, mlp, regression, texts, token_loss
+from benchmarks._cuts import CUTS
 from torchfmri import Finding, InspectionError, Inspector, Monitor, diagnose
 from torchfmri._checkup.batch_log import BatchLog
 from torchfmri._checkup.users_step import split_batch
-from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.registry import CAUSES, DIAGNOSES, LIVE, fold
 from torchfmri._records import PHASE_OF
 from torchfmri.cli import main

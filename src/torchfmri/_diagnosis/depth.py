@@ -29,7 +29,7 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
     profile = gradient_profile(seen)
     if profile is None or not profile.vanishes:
         return
-    small = profile.rms < math.sqrt(cuts.DEPTH_RATIO.value) * profile.rms.max()
+    small = profile.rms < math.sqrt(cuts.DEPTH_RATIO) * profile.rms.max()
     shrunk = (each for each, is_small in zip(profile.parameters, small, strict=True) if is_small)
     per_layer = profile.ratio ** (1 / (len(profile.rms) - 1))
     gain = median(list(gains(seen).values()))
@@ -96,9 +96,7 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
 def activation_growth(seen: Observation) -> Iterator[Finding]:
     """Find outputs that grow from one alike layer to the next."""
     growing = [
-        each
-        for each in growths(seen)
-        if each.trend >= STEADY and each.factor > cuts.GROWTH_WARN.value
+        each for each in growths(seen) if each.trend >= STEADY and each.factor > cuts.GROWTH_WARN
     ]
     if not growing:
         return
@@ -109,7 +107,7 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
     lost = "what the first layers add is lost in the sum, and " if adds else ""
     yield finding_of(
         "activation_growth",
-        severity="alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn",
+        severity="alarm" if worst.factor > cuts.GROWTH_ALARM else "warn",
         layers=tuple(worst.layers),
         step=worst.step,
         text=f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to "
@@ -131,13 +129,13 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
 def recurrent_growth(seen: Observation) -> Iterator[Finding]:
     """Find outputs of a recurrent layer that grow along the sequence."""
     growth = {} if seen.steps is None else seen.steps.growth
-    large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN.value}
+    large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN}
     if not large:
         return
     layer, factor = max(large.items(), key=lambda each: each[1])
     yield finding_of(
         "activation_growth",
-        severity="alarm" if factor > cuts.GROWTH_ALARM.value else "warn",
+        severity="alarm" if factor > cuts.GROWTH_ALARM else "warn",
         layers=tuple(large),
         step=int(seen.trace.steps[0]),
         text=f"From the first to the last step of a sequence the outputs of {layer!r} grow "
@@ -151,7 +149,7 @@ def recurrent_growth(seen: Observation) -> Iterator[Finding]:
 def signal_shrinks(seen: Observation) -> Iterator[Finding]:
     """Find differences between samples that get lost layer by layer, so that nothing is learnt."""
     left = signal_left(seen)
-    if not left < cuts.SIGNAL_LEFT.value or not is_stuck(seen):
+    if not left < cuts.SIGNAL_LEFT or not is_stuck(seen):
         return
     profile = gradient_profile(seen)
     if profile is not None and profile.vanishes:  # the same seen from the other end

@@ -95,7 +95,7 @@ def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
 def momentum_too_high(seen: Observation) -> Iterator[Finding]:
     """Find a momentum that forgets nothing."""
     for group in seen.structure.groups:
-        if not group.get("momentum", 0.0) > cuts.MOMENTUM.value:
+        if not group.get("momentum", 0.0) > cuts.MOMENTUM:
             continue
         yield warn(
             "momentum_too_high",
@@ -116,8 +116,8 @@ def _too_low(seen: Observation, ratios: Floats) -> float | None:
     typical = median(known)
     rates = seen.steps.learning_rate if seen.steps is not None else np.array([])
     warming_up = len(rates) > 1 and rates[-1] > rates[0]
-    if median(known[:3]) > _BEGAN * cuts.UPDATE_LOW.value:
+    if median(known[:3]) > _BEGAN * cuts.UPDATE_LOW:
         return None  # it was high enough, and fell
-    if typical == 0 or typical >= cuts.UPDATE_LOW.value or warming_up or known[-1] > 2 * known[0]:
+    if typical == 0 or typical >= cuts.UPDATE_LOW or warming_up or known[-1] > 2 * known[0]:
         return None
     return typical

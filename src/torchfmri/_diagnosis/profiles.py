@@ -54,16 +54,16 @@ class DepthProfile:
     @property
     def vanishes(self) -> bool:
         """Whether they get so much smaller towards the input that the first layers do not learn."""
-        return self.trend >= DEPTH_TREND.value and self._is_steep
+        return self.trend >= DEPTH_TREND and self._is_steep
 
     @property
     def explodes(self) -> bool:
         """Whether they get as much larger towards the input."""
-        return self.trend <= -DEPTH_TREND.value and self._is_steep
+        return self.trend <= -DEPTH_TREND and self._is_steep
 
     @property
     def _is_steep(self) -> bool:
-        return self.ratio < DEPTH_RATIO.value and self.second_ratio < _SECOND_RATIO
+        return self.ratio < DEPTH_RATIO and self.second_ratio < _SECOND_RATIO
 
 
 def gradient_profile(seen: Observation) -> DepthProfile | None:
@@ -160,7 +160,7 @@ def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) ->
     factors = rows[:, -1] / rows[:, 0]
     # By the median, so that one spike does not count as growth; the first step where it is seen.
     typical = float(np.median(factors))
-    place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN.value))[0])
+    place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN))[0])
     logs = np.log(rows[place])
     trend = float(np.corrcoef(np.arange(len(logs)), logs)[0, 1]) if logs.std() > 0 else 0.0
     return DepthGrowth(layers, rows[place], int(numbers[place]), trend)

@@ -63,7 +63,7 @@ def far_groups(seen: Observation) -> list[FarGroup]:
             continue
         with np.errstate(divide="ignore"):
             gaps = np.abs(np.log(others) - np.log(rates[place]))
-        if not gaps.min() >= math.log(cuts.GROUP_GAP.value):
+        if not gaps.min() >= math.log(cuts.GROUP_GAP):
             continue
         names = tuple(name for name in group["parameters"] if name in facts)
         layers = layers_of(facts[name] for name in names)
@@ -87,7 +87,7 @@ def low_groups(seen: Observation) -> list[tuple[FarGroup, float]]:
         ratios = update_ratios(seen, group.parameters)
         typical = median(ratios)
         enough = int(np.isfinite(ratios).sum()) >= LEAST_STEPS
-        if not group.above and (group.rate == 0 or (enough and typical < cuts.UPDATE_LOW.value)):
+        if not group.above and (group.rate == 0 or (enough and typical < cuts.UPDATE_LOW)):
             found.append((group, typical))
     return found
 
@@ -100,7 +100,7 @@ def rate_fell(seen: Observation) -> int | None:
     rates: Floats = np.zeros(0) if seen.steps is None else seen.steps.learning_rate
     if not len(rates) or not np.isfinite(rates).all() or not rates.max() > 0:
         return None
-    low = rates < cuts.RATE_LEFT.value * np.maximum.accumulate(rates)
+    low = rates < cuts.RATE_LEFT * np.maximum.accumulate(rates)
     if not low[-1]:
         return None
     high = np.flatnonzero(~low)

@@ -130,7 +130,7 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
         gradient = trace.column(name, "parameter_gradients", "rms")[place:]
         if (gradient == 0).any():  # it would move if anything arrived: another diagnosis
             continue
-        if trace.updates[place - 1, column] < cuts.UPDATE_LOW.value:
+        if trace.updates[place - 1, column] < cuts.UPDATE_LOW:
             continue  # it faded out, to below the last digit: a matter of the learning rate
         stopped.setdefault(place, []).append(facts.layer)
     for place, layers in stopped.items():

@@ -29,9 +29,8 @@ class Cut(NamedTuple):
 def read_cuts() -> dict[str, Cut]:
     """Return every threshold by name; a name without a comment of its own raises."""
     found = {}
-    for comment, name in re.findall(
-        r"((?:^# .*\n)*)^([A-Z_]+) = ", inspect.getsource(cuts), re.MULTILINE
-    ):
+    pattern = re.compile(r"((?:^# .*\n)*)^([A-Z_]+) = ", re.MULTILINE)
+    for comment, name in pattern.findall(inspect.getsource(cuts)):
         words = " ".join(comment.replace("\n# ", " ").removeprefix("# ").split())
         said = re.fullmatch(r"(Above|Below): (.+?)\. Why: (.+)\.", words)
         assert said is not None, f"{name} says nothing of itself: {words!r}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchfmri._arguments import check_module, require
 from torchfmri._model import spared_grad, watched
 from torchfmri.routing.capture import Captured, RoutingCapture
-from torchfmri.routing.goodness import Goodness, worth
+from torchfmri.routing.meta_loss import Goodness, worth
 from torchfmri.routing.scaling import shares
 from torchfmri.routing.signals import read_signals
 

@@ -23,8 +23,7 @@ from torchfmri._arguments import check_device, check_number
 from torchfmri._model import one_thread
 from torchfmri._text import Progress
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun
-from torchfmri.routing.experiment.variants import VARIANTS
+from torchfmri.routing.experiment.training_run import VARIANTS, RunPlan, TrainingRun
 
 _TICKS = 50
 """Into how many parts the progress bar divides a run."""

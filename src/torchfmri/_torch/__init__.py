@@ -8,7 +8,7 @@ and `deferred` fetches numbers from a GPU without waiting for it.
 """
 
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
-from torchfmri._torch.deferred import Deferred
+from torchfmri._torch.deferred import Deferred, widest_dtype
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, nodes_behind, view_geometry
 from torchfmri._torch.elements import Element, flatten, flatten_arguments, local_part, map_tensors
 from torchfmri._torch.following import Aside, FollowingMode

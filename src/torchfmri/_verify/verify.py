@@ -138,7 +138,8 @@ class _Report:
                 check = replace(check, status=EXPECTED if layer in self.expected else WRONG)
             self.checks.append(replace(check, kind=_kind(call)))
         if verdict.problem:
-            self.missing[layer] = verdict.problem
+            known = self.missing.get(layer, "").split("; ")
+            self.missing[layer] = "; ".join(dict.fromkeys(filter(None, [*known, verdict.problem])))
         for note in verdict.notes:
             self._note(note, layer)
 

@@ -84,7 +84,6 @@ class Checkup:
         self._batches = BatchLog()
         self._log = StepLog()
         self._loss = LossFacts()
-        self._reach: Reach | None = None
         self._origin: Finding | None = None
         self._ignored: int | None = None
         self._heads: list[Any] = []

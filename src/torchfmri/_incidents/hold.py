@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfmri._incidents.aftermath import Aftermath, IncidentSubject
-from torchfmri._incidents.agreement import any_is_bad, any_is_true
+from torchfmri._incidents.agreement import any_is_true
 from torchfmri._incidents.content import are_finite, gradients_of, total_size
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
@@ -155,9 +155,10 @@ class Hold:
 
     def _is_bad(self, number: Tensor | None, tensors: list[Tensor]) -> bool:
         """Whether these are not finite, here or (where steps are held) in another process."""
+        bad = number is not None and not bool(number.isfinite())
         if self.action == "continue":
-            return number is not None and not number.isfinite() and not are_finite(tensors)
-        return any_is_bad(number) and any_is_true(not are_finite(tensors))
+            return bad and not are_finite(tensors)
+        return any_is_true(bad) and any_is_true(not are_finite(tensors))
 
     def _left_out(self) -> None:
         if not self._stepped:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar
 from torchfmri._checkup.batch_log import BatchLog
-from torchfmri._checkup.leaves import Leaves
-from torchfmri._checkup.loss_reading import constant_layers, loss_facts, parts_of, score_of
+from torchfmri._checkup.loss_reading import Leaves, constant_layers, loss_facts, parts_of, score_of
 from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.users_step import Lost, OwnStep, Split, loss_in_step, split_batch
 from torchfmri._checkup.watcher import StepLog, Watcher

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.learning_rates import rate_in_words
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.rates import rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,

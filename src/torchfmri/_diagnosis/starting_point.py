@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.depth import growths
 from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.outliers import odd_data
-from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
 from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import listed, percent

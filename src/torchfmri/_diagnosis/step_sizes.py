@@ -17,8 +17,8 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.jumps import update_jump
+from torchfmri._diagnosis.learning_rates import far_groups, rate_in_words
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.learning_rates import FINER_WEIGHTS, SET_RATE, TRAIN_LENGTH
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.rates import FINER_WEIGHTS, SET_RATE, TRAIN_LENGTH
 from torchfmri._diagnosis.signals import LEAST_STEPS, gradient_norms, median
 from torchfmri._records import Finding, alarm
 from torchfmri._text import listed

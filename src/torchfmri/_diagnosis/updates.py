@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.learning_rates import FINER_WEIGHTS, SET_RATE, low_groups
 from torchfmri._diagnosis.observation import Observation, layers_of
-from torchfmri._diagnosis.rates import FINER_WEIGHTS, SET_RATE, low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
     gradient_norms,

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.agreement import exchange, processes
 from torchfmri._incidents.content import are_finite, readable
-from torchfmri._incidents.incident import Incident, IncidentPart
+from torchfmri._incidents.incident import Action, Incident, IncidentPart, Incidents
 from torchfmri._incidents.incident_folders import free_folder
-from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.redone_step import BadStep, coarse_finding, plain_finding, redo, why_not
 from torchfmri._incidents.report import HOLD, bad_from_start, changed_between, made_by_update
 from torchfmri._incidents.seen_step import SeenStep

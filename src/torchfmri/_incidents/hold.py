@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torchfmri._incidents.aftermath import Aftermath, IncidentSubject
 from torchfmri._incidents.agreement import any_is_true
 from torchfmri._incidents.content import are_finite, gradients_of, total_size
-from torchfmri._incidents.incident import Incident
-from torchfmri._incidents.options import Action, Incidents
+from torchfmri._incidents.incident import Action, Incident, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepMemory
 from torchfmri._model import StepCalls, kept_whole
 from torchfmri._records import Finding, alarm

@@ -18,8 +18,14 @@ from torch import nn
 from torchfmri._files import require_form, require_forms
 from torchfmri._model.block_places import LENS_PLACES, PLAIN_PLACES, Place
 from torchfmri._model.blocks import Block, find_stacks
-from torchfmri._model.place_names import PlaceName, parse_place
-from torchfmri._model.places import block_numbers, choose_stack, fitting_stacks, is_repeated
+from torchfmri._model.places import (
+    PlaceName,
+    block_numbers,
+    choose_stack,
+    fitting_stacks,
+    is_repeated,
+    parse_place,
+)
 from torchfmri.exceptions import InspectionError
 
 _FORM = {"of": [int], "parts": [{"part": [(str, int)]}]}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchfmri._model.generators import random_state
-from torchfmri._model.interruption import whole_restorations
+from torchfmri._model.process import whole_restorations
 from torchfmri._model.threads import own_turn, watched
 from torchfmri.exceptions import InspectionError
 

@@ -37,9 +37,9 @@ from torchfmri._model import (
 from torchfmri._text import Progress
 from torchfmri._torch import flatten, map_tensors
 from torchfmri._verify.comparison import WRONG
+from torchfmri._verify.directional import SEED, seed_all
 from torchfmri._verify.layer_verdict import LayerVerdict, Options, verify_call
 from torchfmri._verify.module_calls import CallLog, ModuleCall, copy_call, logged_calls
-from torchfmri._verify.random_directions import SEED, seed_all
 from torchfmri._verify.report import EXPECTED, GradientCheck, Verification
 from torchfmri.exceptions import InspectionError
 

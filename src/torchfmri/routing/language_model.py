@@ -8,6 +8,7 @@ without a cache, which `test_routing.py` checks; `use_cache=False` is the slow w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -188,38 +189,45 @@ class RoutingLanguageModel(nn.Module):
         """
         _check_prompt(input_ids, attention_mask, self.config.vocab_size)
         check_number("max_new_tokens", max_new_tokens, 0, "give 0 or more")
-        if do_sample:
-            meaning = "give more than 0, or do_sample=False"
-            check_real("temperature", temperature, meaning, least=1e-30)
-            if top_k is not None:
-                check_number("top_k", top_k, 1, "give at least 1, or None")
+        choose = _sampler(temperature, top_k, generator) if do_sample else _likeliest
         fill = eos_token_id if pad_token_id is None else pad_token_id
         with evaluating(self):
             running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
             ids, mask, unread, cache = input_ids, attention_mask, input_ids, None
             for _ in range(max_new_tokens):
                 out = self(unread, mask, past_key_values=cache, use_cache=use_cache)
-                logits = out.logits[:, -1].float()
-                if do_sample:
-                    new = _drawn(logits / temperature, top_k, generator)
-                else:
-                    new = logits.argmax(-1)
-                if fill is not None and eos_token_id is not None:
+                new = choose(out.logits[:, -1].float())
+                if eos_token_id is not None and fill is not None:
                     new = torch.where(running, new, fill)
                     running &= new != eos_token_id
                 ids = torch.cat((ids, new[:, None]), 1)
-                mask = mask if mask is None else torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
+                mask = mask if mask is None else F.pad(mask, (0, 1), value=1)
                 cache, unread = (out.past_key_values, new[:, None]) if use_cache else (None, ids)
                 if not bool(running.any()):
                     break
         return ids
 
 
-def _drawn(logits: Tensor, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _likeliest(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _sampler(
+    temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that draws a token for each row of logits."""
+    check_real("temperature", temperature, "give more than 0, or do_sample=False", least=1e-30)
     if top_k is not None:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        check_number("top_k", top_k, 1, "give at least 1, or None")
+
+    def draw(logits: Tensor) -> Tensor:
+        logits = logits / temperature
+        if top_k is not None:
+            least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    return draw
 
 
 def _check_prompt(ids: Tensor, mask: Tensor | None, vocabulary: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._torch import nodes_before
+
 TANH_FLAT = 0.97
 """tanh' is below 6 % of its maximum there."""
 SIGMOID_FLAT = 1e-2
@@ -60,26 +62,21 @@ def function_behind(tensor: Tensor) -> tuple[str, Any]:
     for _ in range(_MOST_STEPS):
         if node is None:
             break
+        before = iter(nodes_before(node))
         name = type(node).__name__ if node.__class__.__module__ == "builtins" else node.name()
         if name in _NODES:
             function = _NODES[name]
-            return (function, _before(node)) if function == "relu" or not pooled else ("", node)
+            return (
+                (function, next(before, None)) if function == "relu" or not pooled else ("", node)
+            )
+        # A product with something that has no graph, as dropout makes it, is looked through too.
+        masks = name in ("MulBackward0", "DivBackward0") and len(nodes_before(node)) == 1
         if name.startswith(_POOLING):
             pooled = True
-        elif not name.startswith(_PASSING) and not _is_masking(name, node):
+        elif not name.startswith(_PASSING) and not masks:
             break
-        node = _before(node)
+        node = next(before, None)
     return "", node
-
-
-def _is_masking(name: str, node: Any) -> bool:
-    """Whether it is the product with something that has no graph, as dropout makes it."""
-    inputs = [each for each, _ in node.next_functions if each is not None]
-    return name in ("MulBackward0", "DivBackward0") and len(inputs) == 1
-
-
-def _before(node: Any) -> Any:
-    return next((each for each, _ in node.next_functions if each is not None), None)
 
 
 def flat_values(function: str, x: Tensor | None, y: Tensor) -> Tensor | None:

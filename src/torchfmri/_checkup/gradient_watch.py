@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchfmri._checkup.users_step import Lost
-from torchfmri._checkup.weights import dense, is_finite, real
+from torchfmri._checkup.weights import dense, real
 from torchfmri._diagnosis import Notes
+from torchfmri._incidents import is_finite
 from torchfmri._torch import widest_dtype
 
 _SAMPLE = 4096  # about how many values of a gradient are kept per step

@@ -30,7 +30,7 @@ from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import relative_size
 from torchfmri._diagnosis import ConstantLayer, LossFacts
 from torchfmri._model import TrainingCopies, generators_restored
-from torchfmri._torch import flatten, nodes_behind
+from torchfmri._torch import flatten, nodes_before, nodes_behind
 
 _SURE = 20.0
 """A logit whose probability is 1 to eight digits."""
@@ -257,7 +257,7 @@ def _is_residual(node: Any) -> bool:
     """Whether a node adds two results, one of which was computed from the other."""
     if not node.name().startswith("AddBackward"):
         return False
-    added = [each for each, _ in node.next_functions if each is not None]
+    added = nodes_before(node)
     return len(added) == 2 and (_leads_to(*added) or _leads_to(*reversed(added)))
 
 

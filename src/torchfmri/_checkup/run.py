@@ -24,7 +24,7 @@ from torchfmri._checkup.loss_reading import Leaves, constant_layers, loss_facts,
 from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.users_step import Lost, OwnStep, Split, loss_in_step, split_batch
 from torchfmri._checkup.watcher import StepLog, Watcher
-from torchfmri._checkup.weights import copied_tables, has_equal_rows, is_finite, rms
+from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
 from torchfmri._diagnosis import (
     ConstantLayer,
     LossFacts,
@@ -39,7 +39,7 @@ from torchfmri._diagnosis import (
     parameters_of,
     trace_of,
 )
-from torchfmri._incidents import Buffers, find_origin
+from torchfmri._incidents import Buffers, find_origin, is_finite
 from torchfmri._model import (
     RandomState,
     TrainingCopies,

@@ -16,7 +16,6 @@ import dis
 import inspect
 import math
 import re
-from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from torchfmri._torch import (
     checkpointed_function,
     function_of,
     node_sequence_number,
+    nodes_before,
     nodes_behind,
     saved_count,
     saved_tensor_errors,
@@ -108,10 +108,10 @@ def place_of(crash: Crash, node: Any) -> CodePlace:
 def used_leaves(node: Any) -> list[Tensor]:
     """Return the parameters and other leaves that an operation takes, also cast or transposed."""
     found = []
-    for each in _next(node):
+    for each in nodes_before(node):
         below = each
         while is_view(type(below).__name__):
-            deeper = list(_next(below))
+            deeper = nodes_before(below)
             if len(deeper) != 1:
                 break
             below = deeper[0]
@@ -142,12 +142,12 @@ def operation_name(node: Any) -> str:
 
 def consumers(nodes: list[Any], node: Any) -> list[Any]:
     """Return the operations that take the result of `node`."""
-    return [each for each in nodes if any(below is node for below in _next(each))]
+    return [each for each in nodes if any(below is node for below in nodes_before(each))]
 
 
 def producers(node: Any) -> list[str]:
     """Return the names of the operations whose results `node` takes."""
-    return [operation_name(each) for each in _next(node) if not _is_leaf(each)]
+    return [operation_name(each) for each in nodes_before(node) if not _is_leaf(each)]
 
 
 def is_view(name: str) -> bool:
@@ -162,10 +162,6 @@ def _owners(crash: Crash, node: Any) -> list[tuple[str, str]]:
 
 def _without_hint(message: str) -> str:
     return message.partition("Hint:")[0]
-
-
-def _next(node: Any) -> Iterator[Any]:
-    return (below for below, _ in node.next_functions if below is not None)
 
 
 def _is_leaf(node: Any) -> bool:

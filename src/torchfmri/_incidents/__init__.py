@@ -8,6 +8,7 @@ operation where it began (`origin`, `trace`) and writes a folder (`stored_incide
 """
 
 from torchfmri._incidents.aftermath import IncidentSubject
+from torchfmri._incidents.content import is_finite
 from torchfmri._incidents.hold import Hold
 from torchfmri._incidents.incident import Incident, Incidents, check_action, check_incidents
 from torchfmri._incidents.origin import find_origin

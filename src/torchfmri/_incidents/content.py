@@ -3,7 +3,7 @@
 The guard reads `total_size` at every step, so it is one number in few launches, and nothing waits
 for it here. The norm of a gradient is NaN or infinite if any of its values is, and reading each
 gradient once is the cheapest exact test there is. A norm can also overflow by itself, so an alarm
-is checked value by value (`are_finite`) before anything is done about it. `readable` knows the
+is checked value by value (`is_finite`) before anything is done about it. `readable` knows the
 kinds of tensors: a new one (another layout, eight bits) is added there. `MOST_ROWS` may change
 freely.
 """
@@ -65,7 +65,7 @@ def read_content(tensor: Tensor) -> Content | None:
     Waits for the device. Only this process's shard of a sharded tensor is read.
     """
     values = readable(tensor)
-    if values is None or bool(torch.isfinite(values).all()):
+    if values is None or is_finite(values):
         return None
     parts = torch.view_as_real(values) if values.is_complex() else values
     bad = ~torch.isfinite(values)
@@ -141,6 +141,7 @@ def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor 
         return torch.stack([total.to(device, non_blocking=True) for total in totals]).sum()
 
 
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value of these is finite, exactly; waits for the device."""
-    return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number of a tensor is finite, exactly; waits for the device."""
+    values = readable(tensor)
+    return values is None or bool(torch.isfinite(values).all())

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchfmri._incidents.aftermath import Aftermath, IncidentSubject
 from torchfmri._incidents.agreement import any_is_true
-from torchfmri._incidents.content import are_finite, gradients_of, total_size
+from torchfmri._incidents.content import gradients_of, is_finite, total_size
 from torchfmri._incidents.incident import Action, Incident, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepMemory
 from torchfmri._model import StepCalls, kept_whole
@@ -154,10 +154,10 @@ class Hold:
 
     def _is_bad(self, number: Tensor | None, tensors: list[Tensor]) -> bool:
         """Whether these are not finite, here or (where steps are held) in another process."""
-        bad = number is not None and not bool(number.isfinite())
+        bad = number is not None and not is_finite(number)
         if self.action == "continue":
-            return bad and not are_finite(tensors)
-        return any_is_true(bad) and any_is_true(not are_finite(tensors))
+            return bad and not all(map(is_finite, tensors))
+        return any_is_true(bad) and any_is_true(not all(map(is_finite, tensors)))
 
     def _left_out(self) -> None:
         if not self._stepped:
@@ -169,7 +169,7 @@ class Hold:
     def _left_out_by_scaler(self) -> None:
         """Look at a step that the GradScaler left out; that is ordinary unless it goes on."""
         seen = self._memory.step
-        bad = self._skips_again(True) or not are_finite(seen.known_losses)
+        bad = self._skips_again(True) or not all(map(is_finite, seen.known_losses))
         if bad if self.action == "continue" else any_is_true(bad):
             self._happened(seen)
 
@@ -236,7 +236,7 @@ def _found_inf(optimizer: Optimizer) -> bool:
 
 
 def _late_finding(number: int, seen: SeenStep) -> Finding:
-    of_loss = not are_finite(seen.known_losses)
+    of_loss = not all(map(is_finite, seen.known_losses))
     what = "The loss" if of_loss else "A gradient"
     return alarm(
         "nonfinite_loss" if of_loss else "nonfinite_backward",

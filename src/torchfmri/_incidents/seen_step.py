@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchfmri._incidents.content import readable
+from torchfmri._incidents.content import is_finite
 from torchfmri._incidents.model_call import ModelCall, call_of, versions
 from torchfmri._model import CallListener, StepCalls, kept_whole, loss_in, unwrap
 from torchfmri._torch import copy_into
@@ -90,8 +90,8 @@ class Buffers:
             each.label
             for each in self._kept
             if (now := each.owner.get(each.name)) is not None
-            and not _is_finite(now)
-            and (each.copy is None or _is_finite(each.copy))
+            and not is_finite(now)
+            and (each.copy is None or is_finite(each.copy))
         ]
 
     def _are_known(self) -> bool:
@@ -145,11 +145,6 @@ def _put_back(kept: list[_KeptBuffer]) -> None:
 def _is_empty(buffer: Tensor | None) -> bool:
     """Whether a buffer has yet to get its values."""
     return buffer is not None and (is_lazy(buffer) or buffer.is_meta)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    values = readable(tensor)
-    return values is None or bool(torch.isfinite(values).all())
 
 
 MOST_CALLS = 64

@@ -35,6 +35,7 @@ from torchfmri._torch import (
     flatten_arguments,
     node_sequence_number,
     sequence_number,
+    storage_of,
 )
 
 _ENGINE = str(Path("torch", "autograd", "graph.py"))
@@ -195,7 +196,8 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         self._makers[storage] = name
         content = None if name in _UNINITIALISED else read_content(tensor)
         if content is None:
-            if tensor.numel() * tensor.itemsize >= _bytes(tensor):
+            memory = storage_of(tensor)
+            if memory is None or tensor.numel() * tensor.itemsize >= memory.nbytes():
                 self._events.pop(storage, None)
             return
         place, operation = self._place(name)
@@ -288,17 +290,8 @@ def _differentiated(node: Any) -> str:
 
 def _storage(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor; without memory, the object itself."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # sparse, sharded, or of a transform
-        return id(tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return 0
+    found = storage_of(tensor)  # None if it is sparse, sharded, or of a transform
+    return (0 if found is None else found.data_ptr()) or id(tensor)
 
 
 def _writes_infinity(arguments: Any) -> bool:

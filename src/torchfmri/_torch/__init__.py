@@ -8,12 +8,20 @@ from a GPU without waiting for it.
 """
 
 from torchfmri._torch.deferred import Deferred, widest_dtype
-from torchfmri._torch.elements import Element, flatten, flatten_arguments, local_part, map_tensors
+from torchfmri._torch.elements import (
+    Element,
+    flatten,
+    flatten_arguments,
+    local_part,
+    map_tensors,
+    storage_of,
+)
 from torchfmri._torch.graph import (
     Backwards,
     InputEdge,
     ViewGeometry,
     consumers,
+    nodes_before,
     nodes_behind,
     runs_checkpoint,
     runs_grad,

@@ -128,6 +128,11 @@ class InputEdge:
         return slots
 
 
+def nodes_before(node: Any) -> list[Any]:
+    """Return the nodes that a node reads from; none for None."""
+    return [] if node is None else [each for each, _ in node.next_functions if each is not None]
+
+
 def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of the autograd graph behind these, nearest first, each once."""
     seen: set[Any] = set()

@@ -51,7 +51,9 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
     """Find one group whose weights are replaced, beside others that are changed with care."""
     facts = seen.structure.parameters
     for group in far_groups(seen):
-        weights = [name for name in group.parameters if _is_weight(name)]
+        # Only the weights of layers: prompts and tables may be replaced.
+        names = group.parameters
+        weights = [name for name in names if name.rpartition(".")[2].startswith("weight")]
         ratios = update_ratios(seen, weights)
         large = ratios > cuts.UPDATE_HIGH
         calm = update_ratios(seen, [name for name in facts if name not in group.parameters])
@@ -77,11 +79,6 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
             f"{_factor(median(ahead))}; a head usually has up to ten times its body's.",
             evidence={"update_ratio": median(ahead), "loss_before": before, "loss_after": after},
         )
-
-
-def _is_weight(name: str) -> bool:
-    """Whether a parameter is the weight of a layer; prompts and tables may be replaced."""
-    return name.rpartition(".")[2].startswith("weight")
 
 
 def _change(before: float, after: float) -> str:

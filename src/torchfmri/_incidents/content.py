@@ -10,7 +10,6 @@ freely.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchfmri._torch import local_part, norms
+from torchfmri._torch import local_part
 
 MOST_ROWS = 65_536
 """Rows with non-finite values are listed only up to this number."""
@@ -124,21 +123,10 @@ def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor 
 
     It may be infinite though all are finite, if a norm overflows.
     """
-    parts: dict[torch.device, list[Tensor]] = defaultdict(list)
+    # Gradients first: the number is on the device of the first tensor, and nothing waits for it.
+    tensors = [*gradients, *(loss.detach().float() for loss in losses)]
     with torch.no_grad():
-        for loss in losses:
-            parts[loss.device].append(loss.detach().float().abs().reshape(()))
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            kinds[gradient.device, gradient.dtype].append(gradient)
-        for (device, _), some in kinds.items():
-            found = torch.stack(norms(some))
-            parts[device].append((found.abs() if found.is_complex() else found).float().sum())
-        totals = [torch.stack(some).sum() for some in parts.values()]
-        if not totals:
-            return None
-        device = totals[0].device
-        return torch.stack([total.to(device, non_blocking=True) for total in totals]).sum()
+        return torch.nn.utils.get_total_norm(tensors) if tensors else None
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -70,16 +70,12 @@ def running_lines(entry: CodeType, in_backward: bool = False) -> Lines:
         if not step.of_torch:
             if step.of_user:
                 return Lines(step.line) if line is None else Lines(line, step.line)
-            line = step.line if line is None and not _is_generated(step.file) else line
+            line = step.line if line is None and not step.file.startswith("<") else line
         above = frame.f_back
         if above is None:
             break
         frame = above
     return Lines(line)
-
-
-def _is_generated(file: str) -> bool:
-    return file.startswith("<")
 
 
 _EMPTY = (

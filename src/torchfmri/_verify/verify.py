@@ -147,7 +147,8 @@ class _Report:
         judged = {check.layer for check in self.checks}
         for layer in chosen:
             count = log.counts.get(layer, 0)
-            if count == 0 and _has_code(names[layer]):
+            # A ModuleList has no forward of its own: it cannot be called at all.
+            if count == 0 and type(names[layer]).forward is not nn.Module.forward:
                 self.missing[layer] = (
                     "not called as a module; parameters of it that another layer uses are verified "
                     "there"
@@ -249,8 +250,3 @@ def _kind(call: ModuleCall) -> str:
         loss = call.module.loss
         return type(loss).__name__ if isinstance(loss, nn.Module) else "loss"
     return type(call.module).__name__
-
-
-def _has_code(module: nn.Module) -> bool:
-    """Return whether a module can be called at all: a ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from torchfmri._incidents.agreement import any_is_true
 from torchfmri._incidents.content import gradients_of, is_finite, total_size
 from torchfmri._incidents.incident import Action, Incident, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepMemory
-from torchfmri._model import StepCalls, kept_whole
+from torchfmri._model import StepCalls, spared_grad
 from torchfmri._records import Finding, alarm
 from torchfmri._torch import Deferred, is_compiled_in_place
 
@@ -61,7 +62,7 @@ class Hold:
         self._number = 0
         self._was_bad = self._stepped = self._is_known = False
         self._skips = 0
-        self._spared: list[tuple[Tensor, Tensor]] = []
+        self._spared = ExitStack()
         self._pending: deque[_PendingStep] = deque()
 
     @property
@@ -209,24 +210,13 @@ class Hold:
 
     # -- leaving a step out ------------------------------------------------------------------
 
-    @kept_whole
     def _spare(self, optimizer: Optimizer) -> None:
         """Take the gradients away until the optimizer has passed: it skips what has none."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._spared.append((parameter, parameter.grad))
-                    parameter.grad = None
+        trained = (each for group in optimizer.param_groups for each in group["params"])
+        self._spared.enter_context(spared_grad(each for each in trained if each.grad is not None))
 
     def _restore(self) -> None:
-        if self._spared:
-            self._give_back()
-
-    @kept_whole
-    def _give_back(self) -> None:
-        while self._spared:
-            parameter, gradient = self._spared.pop()
-            parameter.grad = gradient
+        self._spared.close()
 
 
 def _found_inf(optimizer: Optimizer) -> bool:

@@ -140,8 +140,7 @@ class LearningDynamics(Attached):
     def _attach(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(watched(self._model))
         stack.enter_context(compiled_code_as_eager())
-        stack.callback(self._capture.detach)
-        self._capture.attach()
+        stack.enter_context(self._capture)
 
     # -- a step --------------------------------------------------------------------------------
 

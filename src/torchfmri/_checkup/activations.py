@@ -79,26 +79,24 @@ def function_behind(tensor: Tensor) -> tuple[str, Any]:
     return "", node
 
 
-def flat_values(function: str, x: Tensor | None, y: Tensor) -> Tensor | None:
-    """Return where the function is flat, as booleans of y's shape; None if that is unknown."""
-    if function == "relu":
-        return y == 0
-    if function == "relu6":
-        return (y == 0) | (y == 6)
-    if function == "tanh":
-        return y.abs() > TANH_FLAT
-    if function == "sigmoid":
-        return y * (1 - y) < SIGMOID_FLAT / 4
-    if function == "hardtanh":
-        return (y == y.max()) | (y == y.min())
-    if x is None or x.shape != y.shape:
-        return None
-    cut = _FLAT_BELOW.get(function)
-    return None if cut is None else x < cut
-
-
+_FLAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda y: y == 0,
+    "relu6": lambda y: (y == 0) | (y == 6),
+    "tanh": lambda y: y.abs() > TANH_FLAT,
+    "sigmoid": lambda y: y * (1 - y) < SIGMOID_FLAT / 4,
+    "hardtanh": lambda y: (y == y.max()) | (y == y.min()),
+}
 _FLAT_BELOW = {"gelu": -4.0, "silu": -8.0}
 """Slopes there: -5e-4 and -2e-3."""
+
+
+def flat_values(function: str, x: Tensor | None, y: Tensor) -> Tensor | None:
+    """Return where the function is flat, as booleans of y's shape; None if that is unknown."""
+    if function in _FLAT:
+        return _FLAT[function](y)
+    cut = _FLAT_BELOW.get(function)
+    return None if cut is None or x is None or x.shape != y.shape else x < cut
+
 
 RANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "relu": ("0 and above", lambda y: y < 0),

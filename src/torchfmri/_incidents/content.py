@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -81,10 +82,7 @@ def read_content(tensor: Tensor) -> Content | None:
         count=values.numel(),
         shape=tuple(values.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        element=tuple(
-            int(each)
-            for each in torch.unravel_index(torch.tensor(first, device="cpu"), values.shape)
-        ),
+        element=tuple(map(int, np.unravel_index(first, values.shape))),
         rows=tuple(rows.tolist()) if len(rows) <= MOST_ROWS else (),
     )
 

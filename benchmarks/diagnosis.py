@@ -22,14 +22,14 @@ import torch
 
 from benchmarks import diagnosis_sentinel
 from benchmarks._cases import Case, Fault
+from benchmarks._cuts import CUTS
 from benchmarks._diagnosis_peers import PEERS, is_named
 from benchmarks._faults import FAULTS
 from benchmarks._healthy import HEALTHY, STEPS
 from benchmarks._timing import Run, describe_machine, report
 from benchmarks.monitor import Training, build_training
 from torchfmri import Diagnosis, Monitor, diagnose
-from torchfmri._diagnosis import profiles, rates, signals
-from torchfmri._diagnosis.cuts import CUTS
+from torchfmri._diagnosis import depth, learning_rates, signals
 from torchfmri._diagnosis.live import LiveDiagnosis
 from torchfmri._diagnosis.loss import logits_left
 from torchfmri._diagnosis.observation import Observation
@@ -224,7 +224,7 @@ def _highest(values: Any) -> float:
 
 def _update(seen: Observation) -> float:
     """The largest median of five steps, of all matrices or of a group far above the others."""
-    groups = [each.parameters for each in rates.far_groups(seen) if each.above]
+    groups = [each.parameters for each in learning_rates.far_groups(seen) if each.above]
     return _highest(
         value
         for among in (None, *groups)
@@ -236,22 +236,22 @@ def _update(seen: Observation) -> float:
 
 def _smallest_update(seen: Observation) -> float:
     """The typical update of all matrices, or of a group far below the others."""
-    if rates.rate_fell(seen) is not None:
+    if learning_rates.rate_fell(seen) is not None:
         return math.nan
-    groups = [each.parameters for each in rates.far_groups(seen) if not each.above]
+    groups = [each.parameters for each in learning_rates.far_groups(seen) if not each.above]
     found = [signals.update_ratios(seen, among) for among in (None, *groups)]
     known = [signals.median(ratios[ratios > 0]) for ratios in found]
     return min((each for each in known if math.isfinite(each)), default=math.nan)
 
 
 def _depth(seen: Observation) -> float:
-    profile = profiles.gradient_profile(seen)
+    profile = depth.gradient_profile(seen)
     falls = profile is not None and profile.trend > CUTS["DEPTH_TREND"].value
     return profile.ratio if profile is not None and falls else math.nan
 
 
 def _growth(seen: Observation) -> float:
-    along_depth = [each.factor for each in profiles.growths(seen) if each.trend >= 0.9]
+    along_depth = [each.factor for each in depth.growths(seen) if each.trend >= 0.9]
     in_time = [] if seen.steps is None else list(seen.steps.growth.values())
     return _highest([*along_depth, *in_time])
 
@@ -305,7 +305,7 @@ def _small_input(seen: Observation) -> float:
 
 
 def _signal_if_stuck(seen: Observation) -> float:
-    return profiles.signal_left(seen) if signals.is_stuck(seen) else math.nan
+    return depth.signal_left(seen) if signals.is_stuck(seen) else math.nan
 
 
 def _logits_if_stuck(seen: Observation) -> float:

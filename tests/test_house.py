@@ -233,14 +233,14 @@ CEILINGS = Sizes(
     functions_over_50=36,
     most_arguments=19,
     long_records=0,
-    laid_by_hand=90,
+    laid_by_hand=89,
     repeated_class_names=0,
     one_line_docstrings=0,
 )
 PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 
 
-FEWEST_COMMENTS = 0.0139  # lines with a comment, of all lines; may only rise
+FEWEST_COMMENTS = 0.0162  # lines with a comment, of all lines; may only rise
 
 
 def long_records(sources: dict[Path, str]) -> list[str]:

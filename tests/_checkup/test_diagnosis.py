@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 import torchfmri
 from benchmarks._cases import Blobs, LanguageModel, mlp, regression, texts, token_loss
+from benchmarks._cuts import CUTS
 from torchfmri import Finding, InspectionError, Inspector, Monitor, diagnose
 from torchfmri._checkup.batch_log import BatchLog
+from torchfmri._checkup.gradient_watch import norm_of
 from torchfmri._checkup.users_step import split_batch
-from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.registry import CAUSES, DIAGNOSES, LIVE, fold
 from torchfmri._records import PHASE_OF
 from torchfmri.cli import main
@@ -194,6 +195,36 @@ def test_repeats_do_not_depend_on_the_order_of_a_dict(order: tuple[str, ...]) ->
     other.add(split_batch({key: values[key] for key in order}, None))
     assert other.varies
     assert not log.varies
+
+
+class OnMps(Tensor):
+    """A tensor that says it is on an Apple GPU, and refuses float64 as one does."""
+
+    device = property(lambda _: torch.device("mps"))  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func is Tensor.cpu:
+            return found.as_subclass(Tensor)
+        if isinstance(found, cls) and found.dtype in (torch.float64, torch.complex128):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return found
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])
+def test_what_has_no_float64_is_measured_too(size: float) -> None:
+    x, gradient = size * torch.randn(8, 8), size * torch.randn(50)
+    log = BatchLog()
+    log.add(split_batch((x.as_subclass(OnMps), torch.arange(8)), CE))
+    facts = log.facts(nn.Linear(1, 1), None, None)
+    assert facts.rms == pytest.approx(float(x.double().square().mean().sqrt()))
+    assert facts.samples == 8
+    assert facts.repeated == 0
+    found = norm_of(gradient.as_subclass(OnMps))
+    assert found == pytest.approx(float(gradient.double().norm()))
+    with pytest.raises(TypeError, match="float64"):
+        x.as_subclass(OnMps).double()
 
 
 def test_batches_are_taken_again_and_iterators_used_up() -> None:

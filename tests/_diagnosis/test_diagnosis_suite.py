@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks._cases import Fault, Healthy
+from benchmarks._cuts import CUTS
 from benchmarks._diagnosis_peers import anomaly_mode, sagemaker_rules
 from benchmarks._faults import FAULTS
 from benchmarks._healthy import HEALTHY, STEPS
 from benchmarks.diagnosis import MEASURED, examine, is_right, make
-from torchfmri._diagnosis.cuts import CUTS
 
 
 def test_there_are_enough_of_both() -> None:

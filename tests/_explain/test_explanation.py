@@ -520,7 +520,7 @@ def test_detection_finds_the_line_of_the_forward_pass() -> None:
 
 
 def test_without_reading_saved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfmri._explain.failed_backward.saved_tensor_errors", lambda node: {})
+    monkeypatch.setattr("torchfmri._explain.backward_clues.saved_tensor_errors", lambda node: {})
     explanation = failure_of(write_saved_output)
     assert (explanation.layer, explanation.near) == (None, "layers.1.up")
     assert any(fact.startswith("Probably the only Sigmoid") for fact in explanation.facts)

@@ -21,7 +21,7 @@ from torchfmri import (
     NonFiniteWarning,
 )
 from torchfmri._incidents import aftermath, hold, redone_step
-from torchfmri._incidents.content import are_finite, total_size
+from torchfmri._incidents.content import is_finite, total_size
 from torchfmri._incidents.replay_run import replay
 from torchfmri._incidents.stored_data import Omitted, load_data, omissions, save_data
 from torchfmri._incidents.stored_incident import read_part
@@ -711,7 +711,7 @@ def test_alarm_against_reading_every_value(dtype: torch.dtype, value: float) -> 
     gradients[1][2] = value
     number = total_size([torch.tensor(1.0)], gradients)
     assert number is not None
-    assert bool(number.isfinite()) == math.isfinite(value) == are_finite(gradients)
+    assert bool(number.isfinite()) == math.isfinite(value) == all(map(is_finite, gradients))
     loss = total_size([torch.tensor(value)], gradients[:1])
     assert loss is not None
     assert bool(loss.isfinite()) == math.isfinite(value)
@@ -722,7 +722,7 @@ def test_a_norm_that_overflows_is_no_incident() -> None:
     number = total_size([], gradients)
     assert number is not None
     assert not number.isfinite()
-    assert are_finite(gradients)
+    assert all(map(is_finite, gradients))
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     monitor = Monitor(model, optimizer, on_nonfinite="raise")

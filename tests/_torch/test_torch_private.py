@@ -122,12 +122,12 @@ def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine(), raising=True)
     elif request.param == "engine":
         monkeypatch.setattr(private, "at_end_of_backward", lambda _: False)
-        import torchfmri._torch.backward_passes as backwards
+        import torchfmri._torch.graph as backwards
 
         monkeypatch.setattr(backwards, "at_end_of_backward", lambda _: False)
     elif request.param == "sequence":
         monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
-        import torchfmri._torch.edges as edges
+        import torchfmri._torch.graph as edges
 
         monkeypatch.setattr(
             edges, "node_sequence_number", lambda _: private.node_sequence_number(object())

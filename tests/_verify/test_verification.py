@@ -611,6 +611,19 @@ def test_nan_in_one_layer_is_listed_and_the_others_are_verified() -> None:
     assert verification.missing == {"bad": "its output has NaN"}
 
 
+def test_calls_that_fail_for_several_reasons_keep_them_all() -> None:
+    bad = Called(lambda _, x: torch.full_like(x, math.nan) if len(x) > 1 else x.argmax(-1))
+
+    def both(self: nn.Module, x: Tensor) -> Tensor:
+        for part in (x, x[:1], x[:2]):  # the first and the last for one reason
+            self.bad(part)
+        return self.inner(x)
+
+    verification = verify_gradients(Called(both, inner=linear(), bad=bad), rows())
+    reasons = "its output has NaN; it returns no floating-point numbers"
+    assert verification.missing == {"bad": reasons}
+
+
 def test_a_loss_that_is_no_scalar() -> None:
     with pytest.raises(InspectionError, match="must be one number"):
         verify_gradients(linear(), rows(), lambda y: y)

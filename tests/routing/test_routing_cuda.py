@@ -14,8 +14,8 @@ from torchfmri.routing import (
     routing_parameters,
 )
 from torchfmri.routing.experiment.tasks import SequenceTasks
+from torchfmri.routing.experiment.training_run import VARIANTS
 from torchfmri.routing.experiment.training_step import TrainingStep, on_own_stream
-from torchfmri.routing.experiment.variants import VARIANTS
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -31,19 +31,18 @@ from torchfmri.routing import (
     plot_selectivity,
     routing_parameters,
 )
-from torchfmri.routing.experiment.figures import draw_figures
-from torchfmri.routing.experiment.grid_puzzles import (
+from torchfmri.routing.experiment.many_runs import Experiment
+from torchfmri.routing.experiment.report import draw_figures, read_results, summarise, table
+from torchfmri.routing.experiment.tasks import (
     ARROW,
     END,
     NEWLINE,
+    SYMBOLS,
     GridPuzzles,
+    SequenceTasks,
     write_puzzles,
 )
-from torchfmri.routing.experiment.many_runs import Experiment
-from torchfmri.routing.experiment.report import read_results, summarise, table
-from torchfmri.routing.experiment.tasks import SYMBOLS, SequenceTasks
-from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun, judge_routing
-from torchfmri.routing.experiment.variants import VARIANTS
+from torchfmri.routing.experiment.training_run import VARIANTS, RunPlan, TrainingRun, judge_routing
 from torchfmri.routing.prototype_map import principal_plane
 from torchfmri.routing.routing_history import history_from_data, history_to_data
 

@@ -29,6 +29,7 @@ from torchfmri.routing import (
     worth_over_tokens,
 )
 from torchfmri.routing.scaling import shares
+from torchfmri.routing.signals import Factors, read_signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 11
@@ -226,6 +227,29 @@ def test_agreement_and_effect_are_those_of_the_oracle() -> None:
         weights = signals.weights
         gate = signals.factors.g / weights.clamp_min(1e-300)  # dL/d masked output
         torch.testing.assert_close(signals.effect, -gate * signals.factors.y)
+
+
+@pytest.mark.parametrize("power", [-80, -40, 40])
+def test_agreement_does_not_depend_on_the_size_of_gradients(power: int) -> None:
+    """The mean over a large batch makes gradients small: squares of squares must not underflow."""
+    for key, signals in signals_of(build()).items():
+        x, g, length = (each.float() for each in (signals.factors.x, *_sized(signals)))
+        plain, scaled = (
+            read_signals(
+                key, Factors(x, size * g, signals.factors.y, length), None, "token", signals.route
+            ).agreement
+            for size in (1.0, 2.0**power)  # a power of two rounds nothing
+        )
+        torch.testing.assert_close(scaled, plain, atol=1e-6, rtol=0)
+        both = (plain != 0) & (signals.agreement != 0)
+        torch.testing.assert_close(plain[both], signals.agreement.float()[both], atol=0.02, rtol=0)
+        assert both.any()
+
+
+def _sized(signals: Signals) -> tuple[Tensor, Tensor]:
+    """Return g with its largest value 1, and the lengths of x."""
+    g = signals.factors.g
+    return g / g.abs().max(), signals.factors.length
 
 
 def test_effect_is_a_first_order_difference() -> None:
@@ -618,8 +642,8 @@ def test_signals_cost_little() -> None:
     with LearningDynamics(model, main, meta, meta_loss=None, mode="joint", keep_signals=True) as d:
         ratios = []
         for _ in range(15):
-            d._capture.detach()
+            d._capture.__exit__()
             before = seconds(plain)
-            d._capture.attach()
+            d._capture.__enter__()
             ratios.append(seconds(signals) / before)
     assert sorted(ratios)[len(ratios) // 2] < 1.2

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._torch import nodes_before
+
 TANH_FLAT = 0.97
 """tanh' is below 6 % of its maximum there."""
 SIGMOID_FLAT = 1e-2
@@ -60,48 +62,41 @@ def function_behind(tensor: Tensor) -> tuple[str, Any]:
     for _ in range(_MOST_STEPS):
         if node is None:
             break
+        before = iter(nodes_before(node))
         name = type(node).__name__ if node.__class__.__module__ == "builtins" else node.name()
         if name in _NODES:
             function = _NODES[name]
-            return (function, _before(node)) if function == "relu" or not pooled else ("", node)
+            return (
+                (function, next(before, None)) if function == "relu" or not pooled else ("", node)
+            )
+        # A product with something that has no graph, as dropout makes it, is looked through too.
+        masks = name in ("MulBackward0", "DivBackward0") and len(nodes_before(node)) == 1
         if name.startswith(_POOLING):
             pooled = True
-        elif not name.startswith(_PASSING) and not _is_masking(name, node):
+        elif not name.startswith(_PASSING) and not masks:
             break
-        node = _before(node)
+        node = next(before, None)
     return "", node
 
 
-def _is_masking(name: str, node: Any) -> bool:
-    """Whether it is the product with something that has no graph, as dropout makes it."""
-    inputs = [each for each, _ in node.next_functions if each is not None]
-    return name in ("MulBackward0", "DivBackward0") and len(inputs) == 1
-
-
-def _before(node: Any) -> Any:
-    return next((each for each, _ in node.next_functions if each is not None), None)
+_FLAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda y: y == 0,
+    "relu6": lambda y: (y == 0) | (y == 6),
+    "tanh": lambda y: y.abs() > TANH_FLAT,
+    "sigmoid": lambda y: y * (1 - y) < SIGMOID_FLAT / 4,
+    "hardtanh": lambda y: (y == y.max()) | (y == y.min()),
+}
+_FLAT_BELOW = {"gelu": -4.0, "silu": -8.0}
+"""Slopes there: -5e-4 and -2e-3."""
 
 
 def flat_values(function: str, x: Tensor | None, y: Tensor) -> Tensor | None:
     """Return where the function is flat, as booleans of y's shape; None if that is unknown."""
-    if function == "relu":
-        return y == 0
-    if function == "relu6":
-        return (y == 0) | (y == 6)
-    if function == "tanh":
-        return y.abs() > TANH_FLAT
-    if function == "sigmoid":
-        return y * (1 - y) < SIGMOID_FLAT / 4
-    if function == "hardtanh":
-        return (y == y.max()) | (y == y.min())
-    if x is None or x.shape != y.shape:
-        return None
+    if function in _FLAT:
+        return _FLAT[function](y)
     cut = _FLAT_BELOW.get(function)
-    return None if cut is None else x < cut
+    return None if cut is None or x is None or x.shape != y.shape else x < cut
 
-
-_FLAT_BELOW = {"gelu": -4.0, "silu": -8.0}
-"""Slopes there: -5e-4 and -2e-3."""
 
 RANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "relu": ("0 and above", lambda y: y < 0),

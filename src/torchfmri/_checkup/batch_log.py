@@ -3,9 +3,8 @@
 `Checkup` adds every batch and asks for `DataFacts` at the end. The data is only read. Batches of
 more than `_MOST_VALUES` values are skipped, and labels are followed for about `_MOST_SAMPLES`
 samples. Samples of few numbers, one-hot rows and small batches repeat by chance and are left out.
-Sizes are in float64, because squares of large inputs overflow float32. The thresholds are tuned on
-the healthy models of `benchmarks diagnosis`; run it after a change. Further facts may be counted
-freely.
+The thresholds are tuned on the healthy models of `benchmarks diagnosis`; run it after a change.
+Further facts may be counted freely.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from torchfmri._checkup.gradient_watch import norm_of
 from torchfmri._checkup.users_step import Split
 from torchfmri._diagnosis import DataFacts, median
 from torchfmri._model import named_layers
@@ -86,7 +86,6 @@ class BatchLog:
             return
         if bool(((rows != 0).sum(1) <= 1).all()):  # one-hot: one number per row
             return
-        rows = rows.cpu()
         _, places, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
         self._compared += len(rows)
         again = counts[places] > 1
@@ -180,15 +179,14 @@ def _rows(inputs: list[Tensor]) -> Tensor:
     """Return the samples of a batch, with all inputs of a sample in one row: (b, numbers).
 
     All of them count: an attention mask alone repeats where the texts do not. float64 holds the
-    values of every dtype that models are given.
+    values of every dtype that models are given; they are on the CPU, as not every device has it.
     """
     b = inputs[0].shape[0]
     parts = [each for each in inputs if each.ndim and each.shape[0] == b and not each.is_complex()]
     if not parts or sum(each.numel() for each in parts) > _MOST_VALUES:
-        return inputs[0].new_empty(0, 0)
-    device = parts[0].device
+        return torch.empty(0, 0, device="cpu")
     rows = [each.detach().flatten(1) if each.ndim > 1 else each.detach()[:, None] for each in parts]
-    return torch.cat([each.to(device, torch.float64) for each in rows], 1)
+    return torch.cat([each.cpu().to(torch.float64) for each in rows], 1)
 
 
 def _are_equal(inputs: list[Tensor], others: list[Tensor]) -> bool:
@@ -196,9 +194,9 @@ def _are_equal(inputs: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _size(tensor: Tensor) -> float:
-    """Return the root mean square of the finite values in float64; 0 if there are none."""
-    values = tensor.detach()[torch.isfinite(tensor.detach())].double()
-    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+    """Return the root mean square of the finite values; 0 if there are none."""
+    values = tensor.detach()[torch.isfinite(tensor.detach())]
+    return norm_of(values) / math.sqrt(values.numel()) if values.numel() else 0.0
 
 
 def _padding_rows(model: nn.Module) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 `Watcher` attaches it to the copy. It compares norms when backward leaves a gradient, before a
 GradScaler unscales it, and when the optimizer takes it: the ratios show clipping, clearing and
-stale gradients. Norms are in float64, because squares of large gradients overflow float32. A
+stale gradients. Squares of large gradients overflow float32, so `norm_of` scales them first. A
 non-finite gradient raises `Lost` before the weights are touched, so that the step can be run again
 from the same weights. What is noted may grow; a hook must not change a gradient, because the step
 goes on with it.
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchfmri._checkup.users_step import Lost
-from torchfmri._checkup.weights import dense, is_finite, real
+from torchfmri._checkup.weights import dense, real
 from torchfmri._diagnosis import Notes
+from torchfmri._incidents import is_finite
+from torchfmri._torch import widest_dtype
 
 _SAMPLE = 4096  # about how many values of a gradient are kept per step
 _MOST_SAMPLES = 25
@@ -121,7 +123,7 @@ class GradientWatch:
         self._arrived_now = True
         self._arrivals[id(parameter)] += 1
         self.early = self.early or id(parameter) in self._had_nothing
-        norm = self._raw[id(parameter)] = _norm(gradient)
+        norm = self._raw[id(parameter)] = norm_of(gradient)
         if norm != 0:
             self.kinds[name] = "some"
         elif self.kinds[name] == "none":
@@ -148,7 +150,7 @@ class GradientWatch:
         gradients = [each.grad for each in trained if each.grad is not None]
         if not all(map(is_finite, gradients)):
             raise Lost
-        now = list(map(_norm, gradients))
+        now = list(map(norm_of, gradients))
         if any(id(parameter) in self._tainted for parameter in found):
             self.stale = True
         raw = [self._raw.get(id(parameter), math.nan) for parameter in found]
@@ -166,7 +168,7 @@ class GradientWatch:
     def is_unscaled(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
         """Take in that a GradScaler is about to multiply these by a factor, 1 / its scale."""
         self._unscaling = float(factor)
-        after = math.sqrt(sum(_norm(each) ** 2 for each in gradients))
+        after = math.sqrt(sum(norm_of(each) ** 2 for each in gradients))
         before = math.sqrt(sum(each**2 for each in self._raw.values()))
         self.scaled_clip = after / before if before > 0 else math.nan
 
@@ -191,10 +193,14 @@ class GradientWatch:
                 self._used.add(id(parameter))
 
 
-def _norm(gradient: Tensor) -> float:
-    # In float64: the squares of large gradients overflow float32.
-    wide = torch.complex128 if gradient.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(dense(gradient), dtype=wide).real)
+def norm_of(gradient: Tensor) -> float:
+    """Return the norm of a gradient, divided by its largest value before it is squared."""
+    values = real(dense(gradient))
+    largest = float(values.abs().amax()) if values.numel() else 0.0
+    if not 0 < largest < math.inf:
+        return largest
+    wide = widest_dtype(values.device)
+    return largest * float(torch.linalg.vector_norm(values / largest, dtype=wide))
 
 
 def _clip_factor(before: float, after: float) -> float:

@@ -66,7 +66,7 @@ class LossWatch:
         if name == "_log_softmax":
             self._look_at_logits(args[0])
         elif name.startswith("nll_loss") and name.endswith("forward"):
-            self._look_at_nll(args, result)
+            self._look_at_nll(args)
         elif name == "binary_cross_entropy_with_logits":
             self._look_at_binary(args[0], args[1])
         elif name in _BACKWARD:
@@ -77,7 +77,7 @@ class LossWatch:
         if in_loss and name == "expand":
             self._expanded[id(result)] = (result, tuple(args[0].shape))
         if in_loss and name in _COMPARISONS:
-            self._look_at_comparison(name, args, result)
+            self._look_at_comparison(args)
         if name in _LOSSES:
             value = result[0] if isinstance(result, tuple) else result
             if value.numel() == 1:
@@ -102,7 +102,7 @@ class LossWatch:
             # Logits of a model at its start are of both signs.
             self.misread = self.misread or ("logits", "probabilities")
 
-    def _look_at_nll(self, args: tuple[Any, ...], result: Any) -> None:
+    def _look_at_nll(self, args: tuple[Any, ...]) -> None:
         log_probabilities, target = args[0].detach().float(), args[1]
         if self.compared is None:
             self.compared = target.detach().clone()
@@ -164,7 +164,7 @@ class LossWatch:
             if bool(torch.isfinite(total).all()) and float(total.abs().max()) > 1e-2:
                 self.misread = ("log-probabilities", "logits")
 
-    def _look_at_comparison(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+    def _look_at_comparison(self, args: tuple[Any, ...]) -> None:
         if len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
             return
         one, other = (

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar
 from torchfmri._checkup.batch_log import BatchLog
-from torchfmri._checkup.leaves import Leaves
-from torchfmri._checkup.loss_reading import constant_layers, loss_facts, parts_of, score_of
+from torchfmri._checkup.loss_reading import Leaves, constant_layers, loss_facts, parts_of, score_of
 from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.users_step import Lost, OwnStep, Split, loss_in_step, split_batch
 from torchfmri._checkup.watcher import StepLog, Watcher
-from torchfmri._checkup.weights import copied_tables, has_equal_rows, is_finite, rms
+from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
 from torchfmri._diagnosis import (
     ConstantLayer,
     LossFacts,
@@ -40,7 +39,7 @@ from torchfmri._diagnosis import (
     parameters_of,
     trace_of,
 )
-from torchfmri._incidents import Buffers, find_origin
+from torchfmri._incidents import Buffers, find_origin, is_finite
 from torchfmri._model import (
     RandomState,
     TrainingCopies,
@@ -84,7 +83,6 @@ class Checkup:
         self._batches = BatchLog()
         self._log = StepLog()
         self._loss = LossFacts()
-        self._reach: Reach | None = None
         self._origin: Finding | None = None
         self._ignored: int | None = None
         self._heads: list[Any] = []

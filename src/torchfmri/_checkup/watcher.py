@@ -35,7 +35,7 @@ from torchfmri._diagnosis import (
     parameters_of,
 )
 from torchfmri._model import each_once, named_layers
-from torchfmri._torch import flatten, hooked, is_transformed
+from torchfmri._torch import flatten, hooked, is_transformed, nodes_before
 
 _MOST_NODES = 4
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
@@ -240,7 +240,7 @@ class Watcher:
                 return False
             if self._nodes.get(node) == layer:
                 return True
-            node = next((each for each, _ in node.next_functions if each is not None), None)
+            node = next(iter(nodes_before(node)), None)
         return False
 
     def _maker(self, node: Any) -> str:
@@ -324,7 +324,7 @@ class StepLog:
 
 def _fed_by(node: Any) -> list[Any]:
     """Return a node's inputs if it keeps a layer's output recognisable, else an empty list."""
-    before = [each for each, _ in node.next_functions if each is not None]
+    before = nodes_before(node)
     return before if len(before) == 1 or node.name() in _SUMS else []
 
 

@@ -104,8 +104,3 @@ def real(values: Tensor) -> Tensor:
 def dense(gradient: Tensor) -> Tensor:
     """Return the values of a gradient, which an embedding may have made sparse, without graph."""
     return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all values of a tensor, or of a sparse gradient, are finite."""
-    return bool(torch.isfinite(dense(values)).all())

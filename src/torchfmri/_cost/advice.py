@@ -120,14 +120,9 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
         return {
-            "model": self.model,
-            "device": self.device,
+            **vars(self),
             "options": [{**vars(option)} for option in self.options.values()],
             "front": [option.name for option in self.front],
-            "obstacles": dict(self.obstacles),
-            "failures": dict(self.failures),
-            "noise": self.noise,
-            "randomness": self.randomness,
             "notes": list(self.notes),
         }
 

@@ -17,10 +17,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from torchfmri._capture import Position
-from torchfmri._cost.live_memory import LiveMemory, Place, SavedBytes, Storages, storage_of
+from torchfmri._cost.live_memory import LiveMemory, Place, SavedBytes, Storages
 from torchfmri._cost.measured_step import MeasuredStep, resting_collector
 from torchfmri._model import each_once, named_layers, named_parameters
-from torchfmri._torch import Hook, flatten, hooked
+from torchfmri._torch import Hook, flatten, hooked, storage_of
 
 
 @dataclass

@@ -172,19 +172,14 @@ class Cost(Mapping[str, LayerCost]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, for JSON."""
-        data: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                *("model", "device", "buffer_bytes", "data_bytes", "retained_bytes"),
-                *("peak_bytes", "plain_seconds"),
-            )
+        return {
+            **vars(self),
+            "layers": {name: each.to_dict() for name, each in self.layers.items()},
+            "total": self.total.to_dict(),
+            "peak_place": list(self.peak_place),
+            "growth": None if self.growth is None else self.growth.to_dict(),
+            "notes": list(self.notes),
         }
-        data["peak_place"] = list(self.peak_place)
-        data["total"] = self.total.to_dict()
-        data["layers"] = {name: each.to_dict() for name, each in self.layers.items()}
-        data["growth"] = None if self.growth is None else self.growth.to_dict()
-        data["notes"] = list(self.notes)
-        return data
 
     def _grid(self, inside: bool, fold: bool | None) -> Grid:
         shown = [each if inside else each.own or each for each in self.layers.values()]

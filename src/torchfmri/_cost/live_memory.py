@@ -20,22 +20,12 @@ from torch import Tensor
 
 from torchfmri._capture import FORWARD, Position
 from torchfmri._cost.flops import flops_of, is_heavy, operation_name
-from torchfmri._torch import DispatchMode, flatten
+from torchfmri._torch import DispatchMode, flatten, storage_of
 
 Place = tuple[str, str]
 """A phase and a layer."""
 _SLACK = 1 << 20
 """Bytes by which a block of the CUDA allocator may be larger than what was asked for."""
-
-
-def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory behind a tensor; None if it has no ordinary one (sparse, nested)."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
-        return None
 
 
 class Storages:

@@ -108,13 +108,9 @@ def size_of(data: Any) -> Size:
             "function data(batch=..., length=...) that makes them."
         )
     for tensor in tensors:
-        if _has_length(tensor):
+        if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
             return Size(int(tensor.shape[0]), int(tensor.shape[1]))
     return Size(int(tensors[0].shape[0]), 1)
-
-
-def _has_length(tensor: Tensor) -> bool:
-    return tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
 
 
 def _resized(given: Size, size: Mapping[str, int], tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torchfmri._model import (
     loss_of,
     needs_closure,
 )
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, widest_dtype
 from torchfmri.exceptions import InspectionError
 
 
@@ -187,9 +187,9 @@ def deviation(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
     """Return |g - reference| / |reference| over all parameters (L2); missing ones count as 0."""
     apart = size = 0.0
     for name, expected in reference.items():
-        expected = expected.double()
-        found = gradients.get(name)
-        difference = expected if found is None else found.double() - expected
+        wide = widest_dtype(expected.device)
+        expected, found = expected.to(wide), gradients.get(name)
+        difference = expected if found is None else found.to(wide) - expected
         apart += float((difference * difference).sum())
         size += float((expected * expected).sum())
     if not size:

@@ -1,8 +1,8 @@
 """Judgement: an observation of a training run goes in, findings come out.
 
-An `Observation` is all that was seen. `signals`, `profiles` and `rates` make numbers of it, `cuts`
-holds every threshold with its reason, and the files named after a subject (`loss`, `units`,
-`reach`, `wiring`, `step_sizes`, ...) hold the diagnoses. A new diagnosis is a function in one of
+An `Observation` is all that was seen. `signals` makes numbers of it, `cuts` holds every threshold
+with its reason, and the files named after a subject (`depth`, `learning_rates`, `loss`, `units`,
+`reach`, `wiring`, ...) hold the diagnoses. A new diagnosis is a function in one of
 them with a cut, a name in the table of `_records/finding.py` and an entry in `DIAGNOSES` of
 `registry`; plant its fault in `benchmarks/_faults*.py`.
 """

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.learning_rates import rate_in_words
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.rates import rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,
@@ -94,13 +94,13 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
     nothing about the learning rate.
     """
     ratios, norms, steps = update_ratios(seen), gradient_norms(seen), seen.trace.steps
-    for place in np.flatnonzero(ratios > cuts.UPDATE_ALONE.value).tolist():
+    for place in np.flatnonzero(ratios > cuts.UPDATE_ALONE).tolist():
         usual, ratio = median(ratios[:place]), float(ratios[place])
         ahead = ratios[place + 1 : place + 1 + _WINDOW]
-        alone = int((ahead > cuts.UPDATE_HIGH.value).sum()) < 2
+        alone = int((ahead > cuts.UPDATE_HIGH).sum()) < 2
         # Without calm steps before it, a large update may be what the run does all the time.
-        jumped = not usual >= cuts.UPDATE_HIGH.value and (
-            math.isinf(ratio) or ratio > cuts.UPDATE_JUMP.value * usual
+        jumped = not usual >= cuts.UPDATE_HIGH and (
+            math.isinf(ratio) or ratio > cuts.UPDATE_JUMP * usual
         )
         if not alone or not jumped or not math.isfinite(norms[place]):
             continue  # another diagnosis reports non-finite gradients
@@ -127,11 +127,11 @@ def changed_outside(seen: Observation) -> Iterator[Finding]:
     """Find weights that something other than the optimizer changed: far at once, or often."""
     found = growth_outside(seen.trace)
     grown, shrunk = found.beyond > 1, found.beyond < 1
-    at_once = found.beyond > cuts.OUTSIDE_GROWTH.value
+    at_once = found.beyond > cuts.OUTSIDE_GROWTH
     told = at_once.copy()
     for one_way, other in ((grown, shrunk), (shrunk, grown)):
         in_all = np.abs(np.cumsum(np.log(np.where(one_way, found.beyond, 1.0)), axis=0))
-        often = (in_all > math.log(cuts.OUTSIDE_SUM.value)) & (np.cumsum(one_way, axis=0) >= _OFTEN)
+        often = (in_all > math.log(cuts.OUTSIDE_SUM)) & (np.cumsum(one_way, axis=0) >= _OFTEN)
         told |= often & (np.cumsum(other, axis=0) == 0)  # not exchanged for others and put back
     concerned = np.flatnonzero(told.any(0))
     if not len(concerned):
@@ -177,7 +177,7 @@ def _about_growth(
         )
         advice = " Watch each step (every=1) to tell the two apart."
     in_all = abs(math.log(size) * times) if math.isfinite(size) else math.inf
-    severe = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
+    severe = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH)
     return finding_of(
         "weights_changed_outside",
         severity="alarm" if severe else "warn",
@@ -200,7 +200,7 @@ def _by(ratio: float, usual: float) -> str:
 def _gradients(spike: float) -> str:
     if math.isnan(spike):
         return ""
-    if spike > cuts.SPIKE.value:
+    if spike > cuts.SPIKE:
         return f", from gradients {spike:.3g} times as large as before"
     return ", from gradients of the usual size"
 
@@ -215,7 +215,7 @@ def _then(lost: bool, before: float, after: float) -> str:
 
 def _advice(step: int, spike: float) -> str:
     back = "The weights do not come back by themselves: load a checkpoint from before it."
-    if spike > cuts.SPIKE.value:
+    if spike > cuts.SPIKE:
         return f"Look at the batch of step {step}, and clip the gradients. {back}"
     return (
         f"See what set the learning rate of step {step} (a scheduler, its warm-up, a group that "

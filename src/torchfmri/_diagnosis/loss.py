@@ -71,7 +71,7 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
     loss = seen.loss
     maximized = any(group.get("maximize") for group in seen.structure.groups)
     right, wrong = loss.score or (0.0, 0.0)
-    if not maximized and right > cuts.SCORE.value and 0 <= wrong < 1 - cuts.SCORE.value:
+    if not maximized and right > cuts.SCORE and 0 <= wrong < 1 - cuts.SCORE:
         yield warn(
             "inverted_loss",
             text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
@@ -101,7 +101,7 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
     """Find targets that the last function of the model cannot return."""
     loss, is_relu = seen.loss, seen.loss.output_function == "relu"
     sums = loss.range.startswith("numbers")
-    if loss.outside > cuts.OUTSIDE.value:
+    if loss.outside > cuts.OUTSIDE:
         yield alarm(
             "unreachable_targets",
             layers=loss.layers,
@@ -166,7 +166,7 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
 
 def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
     """Find attention that reads the very token that it should predict."""
-    layers = layers_of(each for each in seen.heads if each.future > cuts.FUTURE.value)
+    layers = layers_of(each for each in seen.heads if each.future > cuts.FUTURE)
     if seen.loss.targets != "next inputs" or seen.origin is not None or not layers:
         return
     yield warn(
@@ -238,7 +238,7 @@ def logits_left(seen: Observation) -> float:
 def logits_too_small(seen: Observation) -> Iterator[Finding]:
     """Find logits that are so small that every class is as likely as the others."""
     left, loss = logits_left(seen), seen.loss
-    if not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
+    if not left < cuts.LOGITS_LEFT or loss.misread or not is_stuck(seen):
         return
     yield warn(
         "logits_too_small",

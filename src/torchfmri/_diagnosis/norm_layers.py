@@ -54,7 +54,7 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
     few = [
         each
         for each in _judged(seen)
-        if each.training and (each.samples == 1 or each.values < cuts.NORM_VALUES.value)
+        if each.training and (each.samples == 1 or each.values < cuts.NORM_VALUES)
     ]
     if not few:
         return
@@ -91,7 +91,7 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
             if trains
             else "Call train() on these layers, or load their statistics before you freeze them.",
         )
-    hasty = [each for each in judged if each.training and each.momentum > cuts.NORM_MOMENTUM.value]
+    hasty = [each for each in judged if each.training and each.momentum > cuts.NORM_MOMENTUM]
     if hasty:
         momentum = max(each.momentum for each in hasty)
         yield warn(

@@ -83,8 +83,8 @@ def _stays_off(seen: Observation, step: int) -> bool:
     """Whether the loss stays ten times what it was; at the end, whether the weights are gone."""
     loss, steps = seen.trace.loss, seen.trace.steps
     if not (steps > step).any():
-        return bool(update_ratios(seen)[-1] > cuts.UPDATE_REPLACED.value)
-    return median(loss[steps > step]) > cuts.DIVERGED.value * abs(median(loss[steps < step]))
+        return bool(update_ratios(seen)[-1] > cuts.UPDATE_REPLACED)
+    return median(loss[steps > step]) > cuts.DIVERGED * abs(median(loss[steps < step]))
 
 
 def _harm_of(seen: Observation, step: int) -> str:
@@ -96,7 +96,7 @@ def _harm_of(seen: Observation, step: int) -> str:
     if lost is not None and step <= lost <= step + _SOON:
         return _LOST
     found = ratios[steps == step]
-    if len(found) and found[0] > cuts.UPDATE_HIGH.value:
+    if len(found) and found[0] > cuts.UPDATE_HIGH:
         return f"its update changed the weights by {percent(min(found[0], _MANY))} of their size"
     return ""
 
@@ -108,7 +108,7 @@ def _trace_of(seen: Observation, step: int) -> str:
     """
     steps, norms = seen.trace.steps, gradient_norms(seen)
     found, usual = norms[steps == step], median(norms[steps != step])
-    if len(found) and found[0] > cuts.ODD_STEP.value * usual > 0:
+    if len(found) and found[0] > cuts.ODD_STEP * usual > 0:
         factor = f"{found[0] / usual:,.0f}" if found[0] / usual < _MANY else "a million"
         return (
             f"its gradient is {factor} times as large, which an optimizer with running averages "
@@ -137,14 +137,14 @@ def _is_fed(seen: Observation, layer: str, step: int) -> bool:
         return False
     sizes = seen.trace.matrix("activations", "rms")[:, list(names).index(order[place - 1])]
     found = sizes[seen.trace.steps == step]
-    return bool(len(found) and found[0] > cuts.ODD_BATCH.value * median(sizes))
+    return bool(len(found) and found[0] > cuts.ODD_BATCH * median(sizes))
 
 
 def odd_data(seen: Observation) -> Iterator[OddBatch]:
     """Yield the batches whose inputs or targets are far larger, if they are few."""
     for what, sizes in seen.data.sizes.items():
         usual = median(sizes)
-        large = [step for step, size in enumerate(sizes) if size > cuts.ODD_BATCH.value * usual > 0]
+        large = [step for step, size in enumerate(sizes) if size > cuts.ODD_BATCH * usual > 0]
         if len(large) <= len(sizes) // _BEFORE:
             for step in large:
                 yield OddBatch(step, f"its {what}", sizes[step] / usual)
@@ -191,8 +191,8 @@ def _jump(sizes: Floats, ratios: Floats) -> int | None:
     for place in range(1, len(sizes)):
         before = sizes[:place]
         calm = before[-1] > 0 and np.isfinite(before[-1])
-        if not calm or not ratios[place - 1] <= cuts.UPDATE_HIGH.value:
+        if not calm or not ratios[place - 1] <= cuts.UPDATE_HIGH:
             return None
-        if place >= _BEFORE and np.inf > sizes[place] > cuts.ODD_STEP.value * before.max():
+        if place >= _BEFORE and np.inf > sizes[place] > cuts.ODD_STEP * before.max():
             return place
     return None

@@ -272,7 +272,7 @@ def is_stuck(seen: Observation) -> bool:
     if len(loss) < LEAST_STEPS:
         return False
     first, last = median(loss[:3]), median(loss[-(len(loss) // 3) :])
-    return last > LOSS_NOT_BETTER.value * first if first > 0 else False
+    return last > LOSS_NOT_BETTER * first if first > 0 else False
 
 
 def loss_around(loss: Floats, place: int) -> tuple[float, float]:
@@ -289,7 +289,7 @@ def is_worse(before: float, after: float) -> bool:
         return not math.isfinite(before)
     if before <= 0:
         return after > before
-    return after > LOSS_NOT_BETTER.value * before
+    return after > LOSS_NOT_BETTER * before
 
 
 def all_frozen(seen: Observation) -> bool:

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.depth import growths
 from torchfmri._diagnosis.observation import Observation, layers_of
 from torchfmri._diagnosis.outliers import odd_data
-from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
 from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import listed, percent
@@ -34,9 +34,9 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
     """Find inputs far larger or smaller than initialisations assume, with no norm layer first."""
     reader = seen.data.reader
     rms = None if seen.data.normalised or not reader else seen.data.rms
-    if rms is None or cuts.INPUT_SMALL.value <= rms <= cuts.INPUT_SIZE.value:
+    if rms is None or cuts.INPUT_SMALL <= rms <= cuts.INPUT_SIZE:
         yield from _large_given(seen)
-    elif rms > cuts.INPUT_SIZE.value:
+    elif rms > cuts.INPUT_SIZE:
         yield warn(
             "unscaled_inputs",
             layers=(reader,),
@@ -62,7 +62,7 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
 def _large_given(seen: Observation) -> Iterator[Finding]:
     """Find large numbers that the model makes from the data before its first layer."""
     given = seen.data.given.items()
-    large = {layer: rms for layer, rms in given if np.inf > rms > cuts.INPUT_SIZE.value}
+    large = {layer: rms for layer, rms in given if np.inf > rms > cuts.INPUT_SIZE}
     if not large or any(odd.step == 0 for odd in odd_data(seen)):  # the first batch is odd itself
         return
     layer, rms = max(large.items(), key=lambda each: each[1])
@@ -80,10 +80,10 @@ def _large_given(seen: Observation) -> Iterator[Finding]:
 def unscaled_targets(seen: Observation) -> Iterator[Finding]:
     """Find targets that are so far away that the loss does not move."""
     data, loss = seen.data, seen.trace.loss
-    if not data.target_rms > cuts.TARGET_SIZE.value or len(loss) < 10:
+    if not data.target_rms > cuts.TARGET_SIZE or len(loss) < 10:
         return
     first, last = float(np.median(loss[:3])), float(np.median(loss[-3:]))
-    if not last > cuts.LOSS_NOT_BETTER.value * first:
+    if not last > cuts.LOSS_NOT_BETTER * first:
         return
     yield warn(
         "unscaled_targets",
@@ -98,7 +98,7 @@ def unscaled_targets(seen: Observation) -> Iterator[Finding]:
 def duplicate_samples(seen: Observation) -> Iterator[Finding]:
     """Find batches that consist of copies, or copies that have different targets."""
     data = seen.data
-    if data.changing > cuts.CHANGING.value:
+    if data.changing > cuts.CHANGING:
         yield warn(
             "contradictory_labels",
             text=f"{percent(data.changing)} of the samples that came again had another class than "
@@ -108,9 +108,9 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
             evidence={"changing_share": data.changing},
         )
         return
-    if data.repeated <= cuts.REPEATED.value:
+    if data.repeated <= cuts.REPEATED:
         return
-    contradicting = data.contradicting > cuts.REPEATED.value / 2
+    contradicting = data.contradicting > cuts.REPEATED / 2
     yield warn(
         "contradictory_labels" if contradicting else "duplicate_samples",
         text=f"{percent(data.repeated)} of the samples equal another one of the same batch"
@@ -128,7 +128,7 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
 def unshuffled_data(seen: Observation) -> Iterator[Finding]:
     """Find batches of a single class each, although there are several."""
     data = seen.data
-    if data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
+    if data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS:
         return
     yield alarm(
         "unshuffled_data",
@@ -142,7 +142,7 @@ def unshuffled_data(seen: Observation) -> Iterator[Finding]:
 def padding_in_loss(seen: Observation) -> Iterator[Finding]:
     """Find targets after the end of a text that count in the loss."""
     data = seen.data
-    if data.padding <= cuts.PADDING.value:
+    if data.padding <= cuts.PADDING:
         return
     yield warn(
         "padding_in_loss",
@@ -174,16 +174,16 @@ def padding_row(seen: Observation) -> Iterator[Finding]:
 
 def init_too_large(seen: Observation) -> Iterator[Finding]:
     """Find matrices that make outputs much larger than inputs, if a symptom shows the harm."""
-    large = {name: gain for name, gain in gains(seen).items() if gain > cuts.GAIN.value}
+    large = {name: gain for name, gain in gains(seen).items() if gain > cuts.GAIN}
     if not large:
         return
     symptoms = []
     ratio = initial_loss_ratio(seen)
-    if ratio > cuts.INITIAL_LOSS.value:
+    if ratio > cuts.INITIAL_LOSS:
         symptoms.append(f"the first loss is {ratio:.3g} times what guessing costs")
-    if seen.loss.output_size > cuts.OUTPUT_SIZE.value:
+    if seen.loss.output_size > cuts.OUTPUT_SIZE:
         symptoms.append(f"the first output is {seen.loss.output_size:,.0f} times its targets")
-    if any(each.factor > cuts.GROWTH_WARN.value for each in growths(seen)):
+    if any(each.factor > cuts.GROWTH_WARN for each in growths(seen)):
         symptoms.append("outputs grow along the depth")
     if seen.origin is not None and seen.origin.problem == "nonfinite_forward":
         symptoms.append("the numbers did not stay finite")
@@ -204,7 +204,7 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
 def initial_loss(seen: Observation) -> Iterator[Finding]:
     """Find a first cross entropy far above that of guessing."""
     ratio, loss = initial_loss_ratio(seen), seen.loss
-    if not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
+    if not ratio > cuts.INITIAL_LOSS or loss.classes is None:
         return
     yield alarm(
         "initial_loss",
@@ -233,15 +233,15 @@ def half_headroom(seen: Observation) -> Iterator[Finding]:
         column = np.where(column >= 1, math.nan, column)
         if np.isfinite(column).any():
             largest = float(np.nanmax(column))
-            above = np.flatnonzero(column > cuts.HEADROOM_WARN.value)
+            above = np.flatnonzero(column > cuts.HEADROOM_WARN)
             if largest > worst[0] and len(above):
                 worst = (largest, series.layer, int(trace.steps[above[0]]))
     share, layer, step = worst
-    if share <= cuts.HEADROOM_WARN.value:
+    if share <= cuts.HEADROOM_WARN:
         return
     yield finding_of(
         "half_headroom",
-        severity="alarm" if share > cuts.HEADROOM_ALARM.value else "warn",
+        severity="alarm" if share > cuts.HEADROOM_ALARM else "warn",
         layers=(layer,),
         step=step,
         text=f"{layer!r} returns values up to {share * _LARGEST_HALF:,.0f} in float16, "
@@ -256,7 +256,7 @@ def half_underflow(seen: Observation) -> Iterator[Finding]:
     if seen.steps is None or not (seen.steps.half_gradients or seen.steps.flushed):
         return
     shares = seen.steps.half_gradients
-    small = {name: share for name, share in shares.items() if share > cuts.UNDERFLOW_WARN.value}
+    small = {name: share for name, share in shares.items() if share > cuts.UNDERFLOW_WARN}
     flushed = sorted(name for name in seen.steps.flushed if name not in shares)
     if not small and not (flushed and shares):
         return
@@ -269,7 +269,7 @@ def half_underflow(seen: Observation) -> Iterator[Finding]:
         )
     if flushed:
         found.append(f"All float16 gradients of {listed(flushed)} are 0; those of others are not.")
-    severity: Severity = "alarm" if worst > cuts.UNDERFLOW_ALARM.value or flushed else "warn"
+    severity: Severity = "alarm" if worst > cuts.UNDERFLOW_ALARM or flushed else "warn"
     layers = tuple(dict.fromkeys([*flushed, *small]))
     yield finding_of(
         "half_underflow",

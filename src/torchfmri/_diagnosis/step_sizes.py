@@ -17,8 +17,8 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.jumps import update_jump
+from torchfmri._diagnosis.learning_rates import far_groups, rate_in_words
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,
@@ -51,15 +51,17 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
     """Find one group whose weights are replaced, beside others that are changed with care."""
     facts = seen.structure.parameters
     for group in far_groups(seen):
-        weights = [name for name in group.parameters if _is_weight(name)]
+        # Only the weights of layers: prompts and tables may be replaced.
+        names = group.parameters
+        weights = [name for name in names if name.rpartition(".")[2].startswith("weight")]
         ratios = update_ratios(seen, weights)
-        large = ratios > cuts.UPDATE_HIGH.value
+        large = ratios > cuts.UPDATE_HIGH
         calm = update_ratios(seen, [name for name in facts if name not in group.parameters])
-        if not group.above or not large.any() or median(calm) > cuts.UPDATE_HIGH.value:
+        if not group.above or not large.any() or median(calm) > cuts.UPDATE_HIGH:
             continue
         place = int(large.argmax())
         ahead = ratios[place : place + _WINDOW]
-        replaced = bool((ahead > cuts.UPDATE_REPLACED.value).any())
+        replaced = bool((ahead > cuts.UPDATE_REPLACED).any())
         stuck = is_stuck(seen) or seen.origin is not None
         if int(large[place : place + _WINDOW].sum()) < _SUSTAINED or not (replaced or stuck):
             continue
@@ -79,11 +81,6 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
         )
 
 
-def _is_weight(name: str) -> bool:
-    """Whether a parameter is the weight of a layer; prompts and tables may be replaced."""
-    return name.rpartition(".")[2].startswith("weight")
-
-
 def _change(before: float, after: float) -> str:
     if not math.isfinite(after):
         return "and the loss was not seen"
@@ -96,17 +93,17 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
     turned = len(ratios) if seen.origin is not None else first_nonfinite(seen)
     lost = turned is not None
     # An update that is not finite is reported elsewhere, with its cause.
-    for place in np.flatnonzero(np.isfinite(ratios) & (ratios > cuts.UPDATE_HIGH.value)):
+    for place in np.flatnonzero(np.isfinite(ratios) & (ratios > cuts.UPDATE_HIGH)):
         ahead = ratios[place : place + _WINDOW]
-        sustained = int((ahead > cuts.UPDATE_HIGH.value).sum()) >= _SUSTAINED
-        replaced = ratios[place] > cuts.UPDATE_REPLACED.value and len(ratios) - place > _SUSTAINED
+        sustained = int((ahead > cuts.UPDATE_HIGH).sum()) >= _SUSTAINED
+        replaced = ratios[place] > cuts.UPDATE_REPLACED and len(ratios) - place > _SUSTAINED
         ends_soon = turned is not None and place < turned <= place + _WINDOW
         if not (sustained or replaced or ends_soon):
             continue
         before, after = loss_around(loss, int(place))
         if not lost and not is_worse(before, after):
             continue
-        replacing = bool((ahead > cuts.UPDATE_REPLACED.value).any())
+        replacing = bool((ahead > cuts.UPDATE_REPLACED).any())
         # A restart loses some of what was learnt, and learns it again.
         passes = not _lasts(ratios[place:]) or _is_better(seen.trace.first_loss, after)
         if not lost and not replacing and math.isfinite(after) and passes:
@@ -143,7 +140,7 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
     third = len(known) // 3
     early, late = loss[known[:third]], loss[known[-third:]]
     first, last = median(early), median(late)
-    if last <= cuts.DIVERGED.value * first or late.min() <= early.max():
+    if last <= cuts.DIVERGED * first or late.min() <= early.max():
         return  # batches of one sample scatter tenfold, so every late step must be above
     start = known[np.flatnonzero(loss[known] > 2 * first)[0]]
     yield alarm(
@@ -164,13 +161,13 @@ def loss_spike(seen: Observation) -> Iterator[Finding]:
     if not trace.names("parameter_gradients"):
         return
     norm, loss = gradient_norms(seen), trace.loss
-    suspects = np.flatnonzero(norm > cuts.SPIKE.value * median(norm) / 2)
+    suspects = np.flatnonzero(norm > cuts.SPIKE * median(norm) / 2)
     for place in suspects[suspects >= 2 * _LEAST_STEPS].tolist():
         before = slice(max(0, place - 100), place)
         usual, usual_loss = median(norm[before]), median(loss[before])
         learnt = max(abs(trace.first_loss), abs(trace.first_loss - usual_loss))
         rise = (loss[place] - usual_loss) / learnt if learnt > 0 else 0.0
-        if not norm[place] > cuts.SPIKE.value * usual or not rise > cuts.SPIKE_RISE.value:
+        if not norm[place] > cuts.SPIKE * usual or not rise > cuts.SPIKE_RISE:
             continue
         if usual == 0 or _is_usual(loss[before], loss[place], usual_loss):
             continue
@@ -216,7 +213,7 @@ def _first_mover(seen: Observation, place: int) -> tuple[str, float, int]:
 
 def _lasts(ratios: Floats) -> bool:
     """Whether most steps are too large; the first of Adam, or of a restart, are for a while."""
-    large = int((ratios > cuts.UPDATE_HIGH.value).sum())
+    large = int((ratios > cuts.UPDATE_HIGH).sum())
     return len(ratios) >= _LEAST_STEPS and large > len(ratios) / 2
 
 
@@ -227,7 +224,7 @@ def _is_better(first: float, after: float) -> bool:
 def _cannot_be_right(ratios: Floats, place: int, ratio: float) -> bool:
     """Whether updates are wrong whatever the loss: weights replaced each step, or a jump."""
     usual = median(ratios[:place]) if place >= _WINDOW else math.inf
-    return ratio > cuts.UPDATE_REPLACED.value or ratio > cuts.UPDATE_JUMP.value * usual
+    return ratio > cuts.UPDATE_REPLACED or ratio > cuts.UPDATE_JUMP * usual
 
 
 def _factor(ratio: float) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.learning_rates import FINER_WEIGHTS, SET_RATE, TRAIN_LENGTH
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.rates import FINER_WEIGHTS, SET_RATE, TRAIN_LENGTH
 from torchfmri._diagnosis.signals import LEAST_STEPS, gradient_norms, median
 from torchfmri._records import Finding, alarm
 from torchfmri._text import listed
@@ -130,7 +130,7 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
         gradient = trace.column(name, "parameter_gradients", "rms")[place:]
         if (gradient == 0).any():  # it would move if anything arrived: another diagnosis
             continue
-        if trace.updates[place - 1, column] < cuts.UPDATE_LOW.value:
+        if trace.updates[place - 1, column] < cuts.UPDATE_LOW:
             continue  # it faded out, to below the last digit: a matter of the learning rate
         stopped.setdefault(place, []).append(facts.layer)
     for place, layers in stopped.items():

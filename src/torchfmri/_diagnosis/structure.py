@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from torchfmri._model import each_once, named_layers, named_parameters, unwrap
 
 MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
-_RMS_NORM = (nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()
 _BATCH_NORM = nn.modules.batchnorm._NormBase
-NORM_LAYERS = (nn.LayerNorm, nn.GroupNorm, _BATCH_NORM, nn.LocalResponseNorm, *_RMS_NORM)
+NORM_LAYERS = (nn.LayerNorm, nn.GroupNorm, _BATCH_NORM, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def excessive_dropout(seen: Observation) -> Iterator[Finding]:
     large = {
         layer: share
         for layer, share in seen.structure.dropouts.items()
-        if share > cuts.DROPPED.value and seen.structure.modes.get(layer, True)
+        if share > cuts.DROPPED and seen.structure.modes.get(layer, True)
     }
     if not large:
         return
@@ -60,7 +60,7 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
     dead = [
         each
         for each in seen.units
-        if shares.get(each.key, 0.0) >= cuts.DEAD_INFORM.value and not _reads_no_signal(seen, each)
+        if shares.get(each.key, 0.0) >= cuts.DEAD_INFORM and not _reads_no_signal(seen, each)
     ]
     if not dead:
         return
@@ -71,9 +71,9 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
         for each in sorted(dead, key=lambda each: -each.silent / each.units)
         for layer in each.named
     )
-    severity: Severity = "alarm" if share >= cuts.DEAD_ALARM.value else "inform"
+    severity: Severity = "alarm" if share >= cuts.DEAD_ALARM else "inform"
     died = worst.first_silent != 0  # units that chance switched off at the start did not die
-    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and is_stuck(seen):
+    if severity == "inform" and share >= cuts.DEAD_WARN and died and is_stuck(seen):
         severity = "warn"
     more = len({each.label for each in dead}) - 1
     others = f" (and more in {plural(more, 'other layer')})" if more else ""
@@ -121,19 +121,19 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
     flat = [
         each
         for each in seen.units
-        if shares.get(each.key, 0.0) > cuts.FLAT_WARN.value and len(each.flat) >= 2
+        if shares.get(each.key, 0.0) > cuts.FLAT_WARN and len(each.flat) >= 2
     ]
     if not flat:
         return
     worst = max(flat, key=lambda each: shares[each.key])
     share = shares[worst.key]
     layers = tuple(dict.fromkeys(layer for each in flat for layer in each.named))
-    first = next(step for step, value in worst.flat.items() if value > cuts.FLAT_WARN.value)
+    first = next(step for step, value in worst.flat.items() if value > cuts.FLAT_WARN)
     worst_start = next(iter(worst.flat))
     large = {
         each.layer: gain
         for each in seen.structure.matrices
-        if (gain := gains(seen).get(each.name, 0.0)) > cuts.GAIN.value and each.layer in layers
+        if (gain := gains(seen).get(each.name, 0.0)) > cuts.GAIN and each.layer in layers
     }
     more = len({each.label for each in flat}) - 1
     others = f" (and as many in {plural(more, 'other layer')})" if more else ""
@@ -141,7 +141,7 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
         f" The weights of {layer!r} make outputs {gain:.2g} times their inputs."
         for layer, gain in list(large.items())[:1]
     )
-    severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
+    severity: Severity = "alarm" if share > cuts.FLAT_ALARM else "warn"
     if learns(seen) and (severity == "warn" or first > worst_start):
         severity = "inform"  # units that tell classes apart become sure of them
     yield finding_of(
@@ -166,9 +166,9 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
     for layer, records in by_layer.items():
         for record in records:
             largest = max(record.logit)
-            sharp = float(np.mean(np.array(record.entropy) < cuts.ENTROPY.value))
-            collapsed = sharp >= 0.5 and largest > cuts.LOGIT_WARN.value
-            if collapsed or largest > cuts.LOGIT_ALARM.value:
+            sharp = float(np.mean(np.array(record.entropy) < cuts.ENTROPY))
+            collapsed = sharp >= 0.5 and largest > cuts.LOGIT_WARN
+            if collapsed or largest > cuts.LOGIT_ALARM:
                 found.append((layer, record, sharp, largest))
                 break
     if not found:
@@ -176,7 +176,7 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
     layer, record, sharp, largest = max(found, key=lambda each: each[3])
     yield finding_of(
         "attention_collapse",
-        severity="alarm" if largest > cuts.LOGIT_ALARM.value else "warn",
+        severity="alarm" if largest > cuts.LOGIT_ALARM else "warn",
         layers=tuple(each[0] for each in found),
         step=record.step,
         text=f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its "
@@ -218,7 +218,7 @@ def representation_collapse(seen: Observation) -> Iterator[Finding]:
     if seen.steps is None or not seen.loss.output_layer:
         return
     spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
-    if not spread < cuts.SPREAD.value or seen.constants:
+    if not spread < cuts.SPREAD or seen.constants:
         return
     yield alarm(
         "representation_collapse",
@@ -238,10 +238,10 @@ def routing_collapse(seen: Observation) -> Iterator[Finding]:
         if len(router.experts) < 3 or len(router.load) < _LEAST_STEPS:
             continue
         used = np.array([experts_in_use(load) for load in router.load])
-        if (used < cuts.EXPERTS.value).mean() < 0.5 or used[-1] >= cuts.EXPERTS.value:
+        if (used < cuts.EXPERTS).mean() < 0.5 or used[-1] >= cuts.EXPERTS:
             continue
         favourite = int(router.load[-1].argmax())
-        first = int(np.flatnonzero(used < cuts.EXPERTS.value)[0])
+        first = int(np.flatnonzero(used < cuts.EXPERTS)[0])
         share = float(router.load[-1].max())
         yield alarm(
             "routing_collapse",
@@ -259,4 +259,4 @@ def _reads_no_signal(seen: Observation, units: UnitActivity) -> bool:
     """Whether all samples were alike before these units: they are then on or off for all."""
     if seen.steps is None or units.silent == units.units:
         return False
-    return seen.steps.spread.get(units.source or units.layer, math.nan) < cuts.SPREAD.value
+    return seen.steps.spread.get(units.source or units.layer, math.nan) < cuts.SPREAD

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.learning_rates import FINER_WEIGHTS, SET_RATE, low_groups
 from torchfmri._diagnosis.observation import Observation, layers_of
-from torchfmri._diagnosis.rates import FINER_WEIGHTS, SET_RATE, low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
     gradient_norms,
@@ -50,7 +50,7 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
     still = [
         each
         for each in judged
-        if seen.weights[each.name].moved < cuts.UNMOVED.value and each.name not in told
+        if seen.weights[each.name].moved < cuts.UNMOVED and each.name not in told
     ]
     if not still:
         return
@@ -79,10 +79,10 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
     """Find a decay that shrinks the weights faster than gradients can build them."""
     for group in seen.structure.groups:
         rate = group["lr"] * group["weight_decay"]
-        if not rate >= cuts.DECAY.value:
+        if not rate >= cuts.DECAY:
             continue
         left = median([_size_left(seen, name) for name in group["parameters"]])
-        if not left < cuts.SHRUNK.value:
+        if not left < cuts.SHRUNK:
             continue
         yield alarm(
             "weight_decay_too_strong",
@@ -111,7 +111,7 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
     known = np.isfinite(factors)
     if int(known.sum()) < _WINDOW:
         return
-    clipped = factors[known] < cuts.CLIPPED.value
+    clipped = factors[known] < cuts.CLIPPED
     if clipped.mean() <= 0.9:
         return
     factor = median(factors)
@@ -128,7 +128,7 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
             f"{percent(share)} of the steps."
         )
         advice = "Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_."
-    elif left < cuts.CLIPPED_NORM.value:
+    elif left < cuts.CLIPPED_NORM:
         problem = "clipping_too_strong"
         cause, advice = _why_so_little(seen, left)
         text = (
@@ -177,9 +177,9 @@ def _is_clipped_scaled(seen: Observation, left: float) -> bool:
     A Monitor knows the scale alone: with it, what is left has a usual limit for its norm.
     """
     if seen.steps is not None:
-        return seen.steps.scaled_clip < cuts.CLIPPED.value
+        return seen.steps.scaled_clip < cuts.CLIPPED
     limit = left * median(seen.trace.scalar("gradient_scale"))
-    return left < cuts.CLIPPED_NORM.value and _LIMITS[0] <= limit <= _LIMITS[1]
+    return left < cuts.CLIPPED_NORM and _LIMITS[0] <= limit <= _LIMITS[1]
 
 
 def step_before_backward(seen: Observation) -> Iterator[Finding]:

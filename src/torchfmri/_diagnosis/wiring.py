@@ -192,7 +192,7 @@ def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
 
 def samples_mixed(seen: Observation) -> Iterator[Finding]:
     """Find a model whose answer about one sample depends on the others, also in evaluation mode."""
-    if not seen.data.mixed > cuts.MIXED.value or seen.softmaxes:
+    if not seen.data.mixed > cuts.MIXED or seen.softmaxes:
         return
     recurrent = [
         layer

@@ -1,6 +1,6 @@
 """`explain`: an exception of PyTorch with its layer, line, reason and cure.
 
-`crash` reads the traceback, `failed_backward` the graph. A failure that can be explained is an
+`crash` reads the traceback, `backward_clues` the graph. A failure that can be explained is an
 entry (pattern, what, why, cure) of a table in `*_failures`, beside the functions that read clues
 from the tensors, and a row in `docs/errors.md`.
 """

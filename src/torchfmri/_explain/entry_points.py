@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from torchfmri._arguments import check_module, few
+from torchfmri._explain.backward_clues import reached
 from torchfmri._explain.backward_failures import BACKWARD_FAILURES
 from torchfmri._explain.crash import Crash, SourceLine, describe
 from torchfmri._explain.explanation import Explanation, short_path
-from torchfmri._explain.failed_backward import reached
 from torchfmri._explain.failure import Clues, Failure
 from torchfmri._explain.forward_failures import FORWARD_FAILURES
 from torchfmri._explain.layer_failures import LAYER_FAILURES

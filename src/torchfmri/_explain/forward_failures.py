@@ -15,7 +15,7 @@ from torch import nn
 
 from torchfmri._explain.crash import Crash
 from torchfmri._explain.failure import SIZES, Clues, Failure
-from torchfmri._text import few
+from torchfmri._text import bytes_text, few
 
 _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _ALIASES = {"long int": "long", "unsigned char": "byte", "float16": "half", "float64": "double"}
@@ -86,8 +86,8 @@ def by_types(crash: Crash, match: re.Match[str]) -> Clues:
 
 def by_memory(crash: Crash, match: re.Match[str]) -> Clues:
     """Say how much memory was asked for, and in which part of training."""
-    asked = re.search(r"allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)", crash.message)
-    facts = [f"It asked for {_size_text(asked[1])}."] if asked else []
+    asked = re.search(r"allocate (?:([\d.]+ [KMGT]?i?B)|(\d+) bytes)", crash.message)
+    facts = [f"It asked for {asked[1] or bytes_text(int(asked[2]))}."] if asked else []
     if crash.phase == "optimizer step":
         facts.append(
             "In optimizer.step(): the first step allocates the optimizer's state (Adam: 2x)."
@@ -115,16 +115,6 @@ def _prefix_cure(missing: list[str], unexpected: list[str]) -> tuple[str, ...]:
 def _keys(message: str, word: str) -> list[str]:
     found = re.search(rf"{word} key\(s\) in state_dict: ([^\n]*)", message)
     return _KEY.findall(found[1]) if found else []
-
-
-def _size_text(asked: str) -> str:
-    number, unit = asked.split()
-    if unit != "bytes":
-        return asked
-    amount, units = float(number), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.3g} {units[0]}"
 
 
 # -- the table ------------------------------------------------------------------------------------

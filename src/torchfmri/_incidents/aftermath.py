@@ -22,10 +22,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from torchfmri._incidents.agreement import exchange, processes
-from torchfmri._incidents.content import are_finite, readable
-from torchfmri._incidents.incident import Incident, IncidentPart
+from torchfmri._incidents.content import is_finite, readable
+from torchfmri._incidents.incident import Action, Incident, IncidentPart, Incidents
 from torchfmri._incidents.incident_folders import free_folder
-from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.redone_step import BadStep, coarse_finding, plain_finding, redo, why_not
 from torchfmri._incidents.report import HOLD, bad_from_start, changed_between, made_by_update
 from torchfmri._incidents.seen_step import SeenStep
@@ -70,7 +69,7 @@ class IncidentSubject:
         found = {}
         for name, parameter in unwrap(self.model).named_parameters():
             values = readable(parameter.grad) if parameter.grad is not None else None
-            if values is not None and not are_finite([values]):
+            if values is not None and not is_finite(values):
                 found[name] = values
         return found
 
@@ -156,8 +155,7 @@ class Aftermath:
         last = self.incidents[-1].finding if self.incidents else None
         name = None if last is None else last.evidence.get("parameter")
         parameter = dict(unwrap(self._subject.model).named_parameters()).get(str(name))
-        values = None if parameter is None else readable(parameter)
-        if last is None or values is None or are_finite([values]):
+        if last is None or parameter is None or is_finite(parameter):
             return None
         told = f"In process {last.evidence.get('rank')}: "  # told again once they have agreed
         return replace(last, step=number, text=last.text.removeprefix(told))

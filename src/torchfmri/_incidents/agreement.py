@@ -22,15 +22,6 @@ def processes() -> tuple[int, int]:
     return 0, 1
 
 
-def any_is_bad(number: Tensor | None) -> bool:
-    """Whether `number` is not finite in any process; all of them must ask."""
-    _, count = processes()
-    if count == 1:
-        return number is not None and not bool(torch.isfinite(number))
-    flag = torch.zeros((), device="cpu") if number is None else (~torch.isfinite(number)).float()
-    return _largest(flag) > 0
-
-
 def any_is_true(here: bool) -> bool:
     """Whether `here` is true in any process; all of them must ask."""
     return here if processes()[1] == 1 else _largest(torch.tensor(float(here), device="cpu")) > 0

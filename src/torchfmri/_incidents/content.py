@@ -3,22 +3,22 @@
 The guard reads `total_size` at every step, so it is one number in few launches, and nothing waits
 for it here. The norm of a gradient is NaN or infinite if any of its values is, and reading each
 gradient once is the cheapest exact test there is. A norm can also overflow by itself, so an alarm
-is checked value by value (`are_finite`) before anything is done about it. `readable` knows the
+is checked value by value (`is_finite`) before anything is done about it. `readable` knows the
 kinds of tensors: a new one (another layout, eight bits) is added there. `MOST_ROWS` may change
 freely.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchfmri._torch import local_part, norms
+from torchfmri._torch import local_part
 
 MOST_ROWS = 65_536
 """Rows with non-finite values are listed only up to this number."""
@@ -65,7 +65,7 @@ def read_content(tensor: Tensor) -> Content | None:
     Waits for the device. Only this process's shard of a sharded tensor is read.
     """
     values = readable(tensor)
-    if values is None or bool(torch.isfinite(values).all()):
+    if values is None or is_finite(values):
         return None
     parts = torch.view_as_real(values) if values.is_complex() else values
     bad = ~torch.isfinite(values)
@@ -82,10 +82,7 @@ def read_content(tensor: Tensor) -> Content | None:
         count=values.numel(),
         shape=tuple(values.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        element=tuple(
-            int(each)
-            for each in torch.unravel_index(torch.tensor(first, device="cpu"), values.shape)
-        ),
+        element=tuple(map(int, np.unravel_index(first, values.shape))),
         rows=tuple(rows.tolist()) if len(rows) <= MOST_ROWS else (),
     )
 
@@ -124,23 +121,13 @@ def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor 
 
     It may be infinite though all are finite, if a norm overflows.
     """
-    parts: dict[torch.device, list[Tensor]] = defaultdict(list)
+    # Gradients first: the number is on the device of the first tensor, and nothing waits for it.
+    tensors = [*gradients, *(loss.detach().float() for loss in losses)]
     with torch.no_grad():
-        for loss in losses:
-            parts[loss.device].append(loss.detach().float().abs().reshape(()))
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            kinds[gradient.device, gradient.dtype].append(gradient)
-        for (device, _), some in kinds.items():
-            found = torch.stack(norms(some))
-            parts[device].append((found.abs() if found.is_complex() else found).float().sum())
-        totals = [torch.stack(some).sum() for some in parts.values()]
-        if not totals:
-            return None
-        device = totals[0].device
-        return torch.stack([total.to(device, non_blocking=True) for total in totals]).sum()
+        return torch.nn.utils.get_total_norm(tensors) if tensors else None
 
 
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value of these is finite, exactly; waits for the device."""
-    return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number of a tensor is finite, exactly; waits for the device."""
+    values = readable(tensor)
+    return values is None or bool(torch.isfinite(values).all())

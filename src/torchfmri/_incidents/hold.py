@@ -13,18 +13,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfmri._incidents.aftermath import Aftermath, IncidentSubject
-from torchfmri._incidents.agreement import any_is_bad, any_is_true
-from torchfmri._incidents.content import are_finite, gradients_of, total_size
-from torchfmri._incidents.incident import Incident
-from torchfmri._incidents.options import Action, Incidents
+from torchfmri._incidents.agreement import any_is_true
+from torchfmri._incidents.content import gradients_of, is_finite, total_size
+from torchfmri._incidents.incident import Action, Incident, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepMemory
-from torchfmri._model import StepCalls, kept_whole
+from torchfmri._model import StepCalls, spared_grad
 from torchfmri._records import Finding, alarm
 from torchfmri._torch import Deferred, is_compiled_in_place
 
@@ -62,7 +62,7 @@ class Hold:
         self._number = 0
         self._was_bad = self._stepped = self._is_known = False
         self._skips = 0
-        self._spared: list[tuple[Tensor, Tensor]] = []
+        self._spared = ExitStack()
         self._pending: deque[_PendingStep] = deque()
 
     @property
@@ -155,9 +155,10 @@ class Hold:
 
     def _is_bad(self, number: Tensor | None, tensors: list[Tensor]) -> bool:
         """Whether these are not finite, here or (where steps are held) in another process."""
+        bad = number is not None and not is_finite(number)
         if self.action == "continue":
-            return number is not None and not number.isfinite() and not are_finite(tensors)
-        return any_is_bad(number) and any_is_true(not are_finite(tensors))
+            return bad and not all(map(is_finite, tensors))
+        return any_is_true(bad) and any_is_true(not all(map(is_finite, tensors)))
 
     def _left_out(self) -> None:
         if not self._stepped:
@@ -169,7 +170,7 @@ class Hold:
     def _left_out_by_scaler(self) -> None:
         """Look at a step that the GradScaler left out; that is ordinary unless it goes on."""
         seen = self._memory.step
-        bad = self._skips_again(True) or not are_finite(seen.known_losses)
+        bad = self._skips_again(True) or not all(map(is_finite, seen.known_losses))
         if bad if self.action == "continue" else any_is_true(bad):
             self._happened(seen)
 
@@ -209,24 +210,13 @@ class Hold:
 
     # -- leaving a step out ------------------------------------------------------------------
 
-    @kept_whole
     def _spare(self, optimizer: Optimizer) -> None:
         """Take the gradients away until the optimizer has passed: it skips what has none."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._spared.append((parameter, parameter.grad))
-                    parameter.grad = None
+        trained = (each for group in optimizer.param_groups for each in group["params"])
+        self._spared.enter_context(spared_grad(each for each in trained if each.grad is not None))
 
     def _restore(self) -> None:
-        if self._spared:
-            self._give_back()
-
-    @kept_whole
-    def _give_back(self) -> None:
-        while self._spared:
-            parameter, gradient = self._spared.pop()
-            parameter.grad = gradient
+        self._spared.close()
 
 
 def _found_inf(optimizer: Optimizer) -> bool:
@@ -236,7 +226,7 @@ def _found_inf(optimizer: Optimizer) -> bool:
 
 
 def _late_finding(number: int, seen: SeenStep) -> Finding:
-    of_loss = not are_finite(seen.known_losses)
+    of_loss = not all(map(is_finite, seen.known_losses))
     what = "The loss" if of_loss else "A gradient"
     return alarm(
         "nonfinite_loss" if of_loss else "nonfinite_backward",

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._incidents.content import read_content
+from torchfmri._incidents.content import is_finite, read_content
 from torchfmri._incidents.event import Event, EventPlace, Lineage
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin
@@ -172,7 +172,7 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
         return data
     written = next((call for call in step.calls if call.was_written), None)
     remark = _why_no_origin(step, reason, written, compiled)
-    bad = [loss for loss in step.losses if not bool(loss.detach().isfinite().all())]
+    bad = [loss for loss in step.losses if not is_finite(loss)]
     if bad:
         operations = _operations_before(bad[0])
         named = f" The operations before it are {', '.join(operations)}." if operations else ""

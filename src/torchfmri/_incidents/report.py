@@ -78,7 +78,7 @@ def report(lineage: Lineage, context: Context) -> Finding:
         return _about_weights(root, context)
     rows = _samples(root, context.batch)
     cause = cause_of(root)
-    where = _where(root, lineage.trouble)
+    where = _where(root)
     phrase = f"{root.content.value} is born {where}{_at(step)}{_until(root)}: {cause.why}"
     text = f"{phrase}{_line(root)}."
     if lineage.birth is not root and lineage.birth.content.nan and not root.content.nan:
@@ -221,7 +221,7 @@ def _how_many(found: Mapping[str, Any]) -> str:
     return f"{found['nan'] + found['inf']:,} of {found['count']:,} values{more}"
 
 
-def _where(root: Event, trouble: Event) -> str:
+def _where(root: Event) -> str:
     layer = root.place.layer
     named = "the model itself" if layer == "" else f"layer {layer_label(layer or '')!r}"
     if root.place.phase == "forward":

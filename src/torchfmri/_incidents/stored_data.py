@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,15 +24,16 @@ from torch import Tensor
 
 from torchfmri._files import (
     FileColumn,
+    open_limited,
     parse,
     read_regular,
     read_tensors,
     seal,
     shape_of,
+    size_of,
     unseal,
     write_tensors,
 )
-from torchfmri._incidents.old_arrays import read_arrays
 from torchfmri._torch import local_part
 from torchfmri.exceptions import FileFormatError, InspectionError
 
@@ -45,6 +47,11 @@ _DTYPES = {
     if isinstance(each, torch.dtype)
 }
 _WITHOUT_BYTES = re.compile(r"q\w+|bits\w+|u?int[1-7]|float4\w+")  # cannot be viewed as bytes
+_OLD_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '\|u1', 'fortran_order': False, "
+    rb"'shape': \(([0-9]{1,13}),\), \} *\n",
+    re.DOTALL,
+)
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
@@ -85,7 +92,7 @@ def load_data(path: Path) -> Any:
     content = read_regular(file, JSON_BYTES)
     # A damaged bit in a file of ours must not lead to the old files, which have no checksum.
     if old.exists() and not path.with_suffix(".safetensors").exists():
-        structure, arrays = parse(content, file.name), read_arrays(old)
+        structure, arrays = parse(content, file.name), _old_arrays(old)
     else:
         record = unseal(content, file.name)
         size, check = record.get("bytes"), record.get("checksum")
@@ -97,6 +104,34 @@ def load_data(path: Path) -> Any:
         tensors, _ = read_tensors(path.with_suffix(".safetensors"), size, int(str(check), 16))
         arrays = {name: each.values for name, each in tensors.items() if each.tag == "U8"}
     return _Decoder(arrays, file.name).decode(structure)
+
+
+def _old_arrays(path: Path) -> dict[str, Bytes]:
+    """Return the arrays of an `.npz` file of version 0.1 by name: bytes, never compressed.
+
+    Anything else is refused, so that a small file cannot stand for a large one.
+    """
+    found: dict[str, Bytes] = {}
+    try:
+        with open_limited(path) as file, zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            stored = all(each.compress_type == zipfile.ZIP_STORED for each in entries)
+            if not stored or sum(each.file_size for each in entries) > size_of(path):
+                raise FileFormatError(path.name, "it is compressed, or no file of numpy.savez")
+            for each in entries:
+                content = archive.read(each)
+                header = _OLD_HEADER.match(content)
+                if header is None or int(header[1]) != len(content) - header.end():
+                    raise FileFormatError(path.name, f"{each.filename!r} is not an array of bytes")
+                name = each.filename.removesuffix(".npy")
+                found[name] = np.frombuffer(content, np.uint8)[header.end() :]
+    except FileFormatError:
+        raise
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
+        raise FileFormatError(
+            path.name, f"it is no complete file of numpy.savez: {error}"
+        ) from error
+    return found
 
 
 class Omitted:

@@ -35,6 +35,7 @@ from torchfmri._torch import (
     flatten_arguments,
     node_sequence_number,
     sequence_number,
+    storage_of,
 )
 
 _ENGINE = str(Path("torch", "autograd", "graph.py"))
@@ -69,16 +70,12 @@ def running_lines(entry: CodeType, in_backward: bool = False) -> Lines:
         if not step.of_torch:
             if step.of_user:
                 return Lines(step.line) if line is None else Lines(line, step.line)
-            line = step.line if line is None and not _is_generated(step.file) else line
+            line = step.line if line is None and not step.file.startswith("<") else line
         above = frame.f_back
         if above is None:
             break
         frame = above
     return Lines(line)
-
-
-def _is_generated(file: str) -> bool:
-    return file.startswith("<")
 
 
 _EMPTY = (
@@ -195,7 +192,8 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         self._makers[storage] = name
         content = None if name in _UNINITIALISED else read_content(tensor)
         if content is None:
-            if tensor.numel() * tensor.itemsize >= _bytes(tensor):
+            memory = storage_of(tensor)
+            if memory is None or tensor.numel() * tensor.itemsize >= memory.nbytes():
                 self._events.pop(storage, None)
             return
         place, operation = self._place(name)
@@ -288,17 +286,8 @@ def _differentiated(node: Any) -> str:
 
 def _storage(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor; without memory, the object itself."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # sparse, sharded, or of a transform
-        return id(tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return 0
+    found = storage_of(tensor)  # None if it is sparse, sharded, or of a transform
+    return (0 if found is None else found.data_ptr()) or id(tensor)
 
 
 def _writes_infinity(arguments: Any) -> bool:

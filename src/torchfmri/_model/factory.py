@@ -147,7 +147,8 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
             "positional arguments of the model belong in one tuple."
         )
     model = parts[0]
-    data = parts[1] if len(parts) > 1 else _own_example(model)
+    own = (getattr(model, name, None) for name in _OWN_EXAMPLES)
+    data = parts[1] if len(parts) > 1 else next((each for each in own if each is not None), None)
     if data is None and needs_data:
         raise InspectionError(
             f"{spec} returned a {type(model).__name__} without data to run it on. Return "
@@ -161,9 +162,3 @@ def kinds_of(made: object) -> str:
     if not isinstance(made, tuple):
         return type(made).__name__
     return f"({', '.join(type(each).__name__ for each in made)})"
-
-
-def _own_example(model: nn.Module) -> Any:
-    return next(
-        (value for name in _OWN_EXAMPLES if (value := getattr(model, name, None)) is not None), None
-    )

@@ -9,6 +9,7 @@ hold patterns); how names are scored as near may change freely.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
@@ -34,11 +35,7 @@ def match_names(pattern: object, names: Iterable[str]) -> list[str]:
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return the regular expression that matches what the shell-style `pattern` matches."""
-    expressions = [_translate(option) for option in expand_braces(pattern)]
-    try:
-        return re.compile("|".join(expressions))
-    except re.error:  # a set that makes no sense, such as [z-a], is ordinary text
-        return re.compile(re.escape(pattern))
+    return re.compile("|".join(map(_translate, expand_braces(pattern))))
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -115,27 +112,8 @@ def _split_options(pattern: str, start: int) -> tuple[list[str], int]:
 
 def _translate(pattern: str) -> str:
     """Return a regular expression for a pattern without braces."""
-    expression = ""
-    if pattern.startswith("*."):
-        expression, pattern = r"(?:.*\.)?", pattern[2:]
-    index = 0
-    while index < len(pattern):
-        character = pattern[index]
-        end = pattern.find("]", index + 2) if character == "[" else -1
-        if character == "*":
-            expression += ".*"
-        elif character == "?":
-            expression += "."
-        elif end >= 0:
-            body = pattern[index + 1 : end]
-            negated = body[0] in "!^"
-            escaped = re.sub(r"([&~|\[\\^])", r"\\\1", body[negated:])
-            expression += f"[{'^' if negated else ''}{escaped}]"
-            index = end
-        else:
-            expression += re.escape(character)
-        index += 1
-    return f"(?:{expression})"
+    found = fnmatch.translate(pattern.removeprefix("*.").replace("[^", "[!"))
+    return rf"(?:.*\.)?{found}" if pattern.startswith("*.") else found
 
 
 def _distance(pattern: list[str], name: list[str]) -> float:

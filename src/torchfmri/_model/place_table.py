@@ -18,8 +18,14 @@ from torch import nn
 from torchfmri._files import require_form, require_forms
 from torchfmri._model.block_places import LENS_PLACES, PLAIN_PLACES, Place
 from torchfmri._model.blocks import Block, find_stacks
-from torchfmri._model.place_names import PlaceName, parse_place
-from torchfmri._model.places import block_numbers, choose_stack, fitting_stacks, is_repeated
+from torchfmri._model.places import (
+    PlaceName,
+    block_numbers,
+    choose_stack,
+    fitting_stacks,
+    is_repeated,
+    parse_place,
+)
 from torchfmri.exceptions import InspectionError
 
 _FORM = {"of": [int], "parts": [{"part": [(str, int)]}]}
@@ -86,18 +92,25 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
     stacks = _checked(table)
     if not stacks:
         return _whole_blocks(place, name, known)
-    if place.is_plain:
-        return _plain(stacks, place, name, known)
-    stack = choose_stack(list(stacks), place.stack, name)
+    fitting = fitting_stacks(stacks, place.stack)
+    if place.is_plain and len(fitting) != 1:
+        return []  # a name of Llama's is perhaps simply no layer of the scan
+    stack = fitting[0] if place.is_plain else choose_stack(list(stacks), place.stack, name)
     of, parts = stacks[stack]["of"], stacks[stack]["parts"]
-    numbers = block_numbers(place, len(of), name)
-    entries = [(number, parts[of[number]].get(place.part)) for number in numbers]
-    found = [
-        _layer(f"{stack}.{number}".lstrip("."), _Stored(*each), place, name, known)
-        for number, each in entries
-        if each is not None
-    ]
-    if not found:
+    if place.is_plain:
+        numbers: Sequence[int] = [at for at in range(len(of)) if place.block in ("*", str(at))]
+    else:
+        numbers = block_numbers(place, len(of), name)
+    usual = (place.part, "activations", 0) if place.is_plain else None
+    found = []
+    for number in numbers:
+        each = parts[of[number]].get(place.part, usual)
+        if each is None:
+            continue
+        stored, block = _Stored(*each), f"{stack}.{number}".lstrip(".")
+        if not place.is_plain or _joined(block, stored.inner) in known:
+            found.append(_layer(block, stored, place, name, known))
+    if not found and not place.is_plain:
         raise InspectionError(
             f"{name!r}: block {stack}.{numbers[0]} of this model has no known {place.part}; "
             f"it has {', '.join(each for each in parts[of[numbers[0]]] if each)}."
@@ -105,28 +118,8 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
     return found
 
 
-def _plain(
-    stacks: Mapping[str, Any], place: PlaceName, name: str, known: Sequence[str]
-) -> list[str]:
-    """Return the layers that a name of Llama's means; none if it is simply no layer of the scan.
-
-    Raises:
-        InspectionError: It is a part of a layer.
-    """
-    wanted = fitting_stacks(stacks, place.stack)
-    if len(wanted) != 1:
-        return []
-    of, parts = stacks[wanted[0]]["of"], stacks[wanted[0]]["parts"]
-    found = []
-    for number in range(len(of)):
-        if place.block not in ("*", str(number)):
-            continue
-        stored = _Stored(*parts[of[number]].get(place.part, (place.part, "activations", 0)))
-        block = f"{wanted[0]}.{number}".lstrip(".")
-        layer = f"{block}.{stored.inner}" if stored.inner else block
-        if layer in known:
-            found.append(_layer(block, stored, place, name, known))
-    return found
+def _joined(block: str, inner: str) -> str:
+    return f"{block}.{inner}" if inner else block
 
 
 def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequence[str]) -> str:
@@ -135,7 +128,7 @@ def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequ
     Raises:
         InspectionError: It is not a whole layer of the scan.
     """
-    layer = f"{block}.{stored.inner}" if stored.inner else block
+    layer = _joined(block, stored.inner)
     if stored.what == "attention":
         raise InspectionError(
             f"{name!r} is the attention pattern of layer {layer!r}, which has readouts of its own: "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchfmri._model.generators import random_state
-from torchfmri._model.interruption import whole_restorations
+from torchfmri._model.process import whole_restorations
 from torchfmri._model.threads import own_turn, watched
 from torchfmri.exceptions import InspectionError
 
@@ -52,7 +52,10 @@ def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterat
     # An optimizer's step changes the mode in a function of its own: Ctrl-C may leave it changed.
     grad_mode: Callable[[], object] = partial(torch.set_grad_enabled, torch.is_grad_enabled())
     modules = dict(model.named_modules())  # once: walking over a large model takes milliseconds
-    renormalised = _renormalised(modules.values())
+    # Embeddings that write into their weights in each forward pass.
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    writing = [each for each in modules.values() if isinstance(each, kinds) and each.max_norm]
+    renormalised = [each.weight for each in writing]
     restore = [random_state().restore, grad_mode, *_save_modules(modules, renormalised)]
     spared = {id(each) for each in renormalised}
     versions = [
@@ -181,12 +184,6 @@ def _empty_again(containers: list[Any]) -> None:
     """Empty the containers that were empty before, as most are (the places for hooks)."""
     for each in filter(None, containers):
         each.clear()
-
-
-def _renormalised(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the weights of embeddings that write into them in each forward pass."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [each.weight for each in modules if isinstance(each, kinds) and each.max_norm]
 
 
 def _collect(value: Any, held: dict[int, Any]) -> None:

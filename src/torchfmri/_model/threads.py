@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from torchfmri._model.generators import RandomState, random_state
-from torchfmri._model.interruption import whole_restorations
 from torchfmri._model.layers import runnable, unwrap
+from torchfmri._model.process import whole_restorations
 from torchfmri._torch import Hook, hooked
 from torchfmri.exceptions import InspectionError
 

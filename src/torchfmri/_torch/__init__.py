@@ -1,18 +1,41 @@
 """PyTorch's own mechanisms: private symbols, hooks, graph edges, nested containers.
 
 Every private symbol of torch that we use is in `private`, with a fallback; nothing else touches
-one. `hooks` has the object registered on modules, and puts hooks on for the time of a block.
-`following` tells operations of a pass from those of our hooks in it, `elements` walks containers of
-tensors, `edges` finds where an input enters the graph, `backward_passes` numbers backward passes,
-and `deferred` fetches numbers from a GPU without waiting for it.
+one. `hooks` has the object registered on modules, puts hooks on for the time of a block, and tells
+operations of a pass from those of our hooks in it. `elements` walks containers of tensors, `graph`
+finds where an input enters the graph and numbers backward passes, and `deferred` fetches numbers
+from a GPU without waiting for it.
 """
 
-from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
-from torchfmri._torch.deferred import Deferred
-from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, nodes_behind, view_geometry
-from torchfmri._torch.elements import Element, flatten, flatten_arguments, local_part, map_tensors
-from torchfmri._torch.following import Aside, FollowingMode
-from torchfmri._torch.hooks import Attached, Hook, ReplacingHook, hook_side, hooked
+from torchfmri._torch.deferred import Deferred, widest_dtype
+from torchfmri._torch.elements import (
+    Element,
+    flatten,
+    flatten_arguments,
+    local_part,
+    map_tensors,
+    storage_of,
+)
+from torchfmri._torch.graph import (
+    Backwards,
+    InputEdge,
+    ViewGeometry,
+    consumers,
+    nodes_before,
+    nodes_behind,
+    runs_checkpoint,
+    runs_grad,
+    view_geometry,
+)
+from torchfmri._torch.hooks import (
+    Aside,
+    Attached,
+    FollowingMode,
+    Hook,
+    ReplacingHook,
+    hook_side,
+    hooked,
+)
 from torchfmri._torch.private import (
     NO_BACKWARD,
     CompiledForward,

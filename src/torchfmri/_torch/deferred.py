@@ -53,11 +53,15 @@ class Deferred:
         return found
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64 where a device has it; float32 on other accelerators, such as Apple's."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
 def _start_copy(tensors: list[Tensor], places: list[int]) -> _Copy:
     """Begin to copy the values of tensors of one device to the host, all in one piece."""
     device = tensors[0].device
-    # Some accelerators have no float64.
-    wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    wide = widest_dtype(device)
     with torch.no_grad():
         flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors])
         if device.type != "cuda":

@@ -33,6 +33,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory behind a tensor; None if it has no ordinary one (sparse, nested)."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return None
+
+
 def flatten(value: object, prefix: str = "") -> list[Element]:
     """Return the tensors in nested tuples, lists, mappings, named tuples and dataclasses, in order.
 

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from torchfmri._model import run_backward
 from torchfmri._verify.comparison import WRONG, GradientComparison, Judgement, explain
-from torchfmri._verify.directional import PRECISIONS, Precision, Scales, measure_slope
-from torchfmri._verify.random_directions import directions_for, norm_of, seed_all, typical_size
+from torchfmri._verify.directional import (
+    PRECISIONS,
+    Precision,
+    Scales,
+    directions_for,
+    measure_slope,
+    norm_of,
+    seed_all,
+    typical_size,
+)
 from torchfmri._verify.varied_call import VariedCall, VariedTensor
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._verify.comparison import WRONG, Judgement
-from torchfmri._verify.directional import PRECISIONS, Precision
+from torchfmri._verify.directional import PRECISIONS, Precision, nudged
 from torchfmri._verify.judgement import (
     BackwardError,
     Problem,
@@ -28,7 +28,6 @@ from torchfmri._verify.judgement import (
     varies_by_itself,
 )
 from torchfmri._verify.module_calls import ModuleCall, tensors_within
-from torchfmri._verify.random_directions import nudged
 from torchfmri._verify.report import GradientCheck
 from torchfmri._verify.varied_call import ForwardError, VariedCall, VariedTensor
 

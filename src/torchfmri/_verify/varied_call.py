@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from torchfmri._model import unchanged
 from torchfmri._torch import NO_BACKWARD, current_backward, flatten
+from torchfmri._verify.directional import SEED, seed_all
 from torchfmri._verify.module_calls import ModuleCall, copy_with, tensors_within
-from torchfmri._verify.random_directions import SEED, seed_all
 
 T = TypeVar("T")
 

@@ -37,9 +37,9 @@ from torchfmri._model import (
 from torchfmri._text import Progress
 from torchfmri._torch import flatten, map_tensors
 from torchfmri._verify.comparison import WRONG
+from torchfmri._verify.directional import SEED, seed_all
 from torchfmri._verify.layer_verdict import LayerVerdict, Options, verify_call
 from torchfmri._verify.module_calls import CallLog, ModuleCall, copy_call, logged_calls
-from torchfmri._verify.random_directions import SEED, seed_all
 from torchfmri._verify.report import EXPECTED, GradientCheck, Verification
 from torchfmri.exceptions import InspectionError
 
@@ -138,7 +138,8 @@ class _Report:
                 check = replace(check, status=EXPECTED if layer in self.expected else WRONG)
             self.checks.append(replace(check, kind=_kind(call)))
         if verdict.problem:
-            self.missing[layer] = verdict.problem
+            known = self.missing.get(layer, "").split("; ")
+            self.missing[layer] = "; ".join(dict.fromkeys(filter(None, [*known, verdict.problem])))
         for note in verdict.notes:
             self._note(note, layer)
 
@@ -146,7 +147,8 @@ class _Report:
         judged = {check.layer for check in self.checks}
         for layer in chosen:
             count = log.counts.get(layer, 0)
-            if count == 0 and _has_code(names[layer]):
+            # A ModuleList has no forward of its own: it cannot be called at all.
+            if count == 0 and type(names[layer]).forward is not nn.Module.forward:
                 self.missing[layer] = (
                     "not called as a module; parameters of it that another layer uses are verified "
                     "there"
@@ -248,8 +250,3 @@ def _kind(call: ModuleCall) -> str:
         loss = call.module.loss
         return type(loss).__name__ if isinstance(loss, nn.Module) else "loss"
     return type(call.module).__name__
-
-
-def _has_code(module: nn.Module) -> bool:
-    """Return whether a module can be called at all: a ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward

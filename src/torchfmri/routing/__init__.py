@@ -1,13 +1,12 @@
 """Routing shaped by token gradients: SparseProtoLinear layers, and what trains them.
 
 The layer, the block and a language model of them; `capture` and `signals` read every call,
-`goodness` says which units are good for which token, and `LearningDynamics` trains computation and
-routing as two streams. A new Goodness is a function in `goodness`. `experiment` compares them, and
+`meta_loss` says which units are good for which token, and `LearningDynamics` trains computation and
+routing as two streams. A new Goodness is a function in `meta_loss`. `experiment` compares them, and
 is not imported from here.
 """
 
 from torchfmri.routing.block import KeyValueCache, MoIETransformerBlock, Prototypes
-from torchfmri.routing.goodness import agreement, harmony, helpfulness, worth, worth_over_tokens
 from torchfmri.routing.language_model import RoutingConfig, RoutingLanguageModel
 from torchfmri.routing.learning_dynamics import (
     LearningDynamics,
@@ -15,7 +14,15 @@ from torchfmri.routing.learning_dynamics import (
     computation_parameters,
     routing_parameters,
 )
-from torchfmri.routing.meta_loss import Divergence, Price
+from torchfmri.routing.meta_loss import (
+    Divergence,
+    Price,
+    agreement,
+    harmony,
+    helpfulness,
+    worth,
+    worth_over_tokens,
+)
 from torchfmri.routing.prototype_map import PrototypeMap, map_prototypes
 from torchfmri.routing.scaling import jensen_shannon, mas
 from torchfmri.routing.signals import Signals

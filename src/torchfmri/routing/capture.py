@@ -10,6 +10,7 @@ pass is through. What is kept of a call may grow freely.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import CallKey, Padding, Sink, Taps, Target, masked_modules
 from torchfmri._model import each_once, named_layers
-from torchfmri._torch import Element
+from torchfmri._torch import Attached, Element
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.signals import Factors
 from torchfmri.routing.sparse_proto_linear import SparseProtoLinear
@@ -55,8 +56,8 @@ class Captured(NamedTuple):
     mask: Tensor | None
 
 
-class RoutingCapture(Sink):
-    """Hooks on every SparseProtoLinear of a model, and what they bring until it is taken.
+class RoutingCapture(Sink, Attached):
+    """Hooks on every SparseProtoLinear while the block runs, and what they bring until it is taken.
 
     The input is known when a layer is called, the gradient when the backward pass reaches it, in
     whatever order. Both carry the layer and the number of the call, and are joined by these.
@@ -90,16 +91,11 @@ class RoutingCapture(Sink):
             targets.append(Target(name + COMPUTATION, module.computation, frozenset(inner)))
         self._taps = Taps(targets, self, wanted=self._wanted, called=self._called)
 
-    def attach(self) -> None:
-        """Add the hooks."""
-        self._taps.__enter__()
+    def _attach(self, stack: ExitStack) -> None:
+        stack.callback(self._forget)
+        stack.enter_context(self._taps)
+        stack.callback(self._padding.detach)
         self._padding.attach()
-
-    def detach(self) -> None:
-        """Remove the hooks and forget what they brought; safe to call twice."""
-        self._padding.detach()
-        self._taps.detach()
-        self._forget()
 
     def take(self) -> list[Captured]:
         """Return the calls that a gradient came back to, by layer and call, and forget them."""

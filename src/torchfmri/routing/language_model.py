@@ -1,12 +1,14 @@
-"""A small causal language model of MoIETransformerBlocks.
+"""A small causal language model of MoIETransformerBlocks, and how it writes token by token.
 
 It is called like a causal model of Transformers, so that `torchfmri.scan` and the experiment can
 use it without a special case. `RoutingConfig` and `RoutingLanguageModel` are public; the names of
-submodules are in saved checkpoints and must not change.
+submodules are in saved checkpoints and must not change. `generate` writes the same tokens with and
+without a cache, which `test_routing.py` checks; `use_cache=False` is the slow way to compare with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._arguments import check_number, require
+from torchfmri._arguments import check_number, check_real, require
+from torchfmri._model import evaluating
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.block import (
     BlockContext,
@@ -23,7 +26,6 @@ from torchfmri.routing.block import (
     check_heads,
     rotary,
 )
-from torchfmri.routing.generation import Sampling, generate
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class RoutingLanguageModel(nn.Module):
         head_size = self.config.hidden_size // self.config.heads
         return BlockContext(rotary(positions, head_size), mask, cache)
 
+    @torch.no_grad()
     def generate(
         self,
         input_ids: Tensor,
@@ -184,8 +187,58 @@ class RoutingLanguageModel(nn.Module):
             use_cache: Read every token once; without it the result is the same, and slow.
             generator: Random numbers for drawing.
         """
-        sampling = Sampling(temperature, top_k, generator) if do_sample else None
-        ending = None if eos_token_id is None else (eos_token_id, pad_token_id)
-        return generate(
-            self, input_ids, max_new_tokens, attention_mask, sampling, ending, use_cache
+        _check_prompt(input_ids, attention_mask, self.config.vocab_size)
+        check_number("max_new_tokens", max_new_tokens, 0, "give 0 or more")
+        choose = _sampler(temperature, top_k, generator) if do_sample else _likeliest
+        fill = eos_token_id if pad_token_id is None else pad_token_id
+        with evaluating(self):
+            running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+            ids, mask, unread, cache = input_ids, attention_mask, input_ids, None
+            for _ in range(max_new_tokens):
+                out = self(unread, mask, past_key_values=cache, use_cache=use_cache)
+                new = choose(out.logits[:, -1].float())
+                if eos_token_id is not None and fill is not None:
+                    new = torch.where(running, new, fill)
+                    running &= new != eos_token_id
+                ids = torch.cat((ids, new[:, None]), 1)
+                mask = mask if mask is None else F.pad(mask, (0, 1), value=1)
+                cache, unread = (out.past_key_values, new[:, None]) if use_cache else (None, ids)
+                if not bool(running.any()):
+                    break
+        return ids
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _sampler(
+    temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that draws a token for each row of logits."""
+    check_real("temperature", temperature, "give more than 0, or do_sample=False", least=1e-30)
+    if top_k is not None:
+        check_number("top_k", top_k, 1, "give at least 1, or None")
+
+    def draw(logits: Tensor) -> Tensor:
+        logits = logits / temperature
+        if top_k is not None:
+            least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    return draw
+
+
+def _check_prompt(ids: Tensor, mask: Tensor | None, vocabulary: int) -> None:
+    tokens = isinstance(ids, Tensor) and not ids.is_floating_point()
+    tokens = tokens and ids.ndim == 2 and ids.shape[1] > 0
+    require(tokens, "input_ids", ids, "give (b, s) token ids, with at least one token")
+    wrong = ids[(ids < 0) | (ids >= vocabulary)].tolist()
+    known = f"the model's ids are from 0 to {vocabulary - 1}"
+    require(not wrong, "input_ids with the id", wrong[0] if wrong else None, known)
+    if mask is not None and not bool((mask[:, -1] != 0).all()):
+        raise InspectionError(
+            "The prompt is padded on the right: what follows would follow the padding. Pad it on "
+            "the left."
         )

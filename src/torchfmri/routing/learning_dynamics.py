@@ -10,7 +10,6 @@ With a scaler, accumulation or DDP the result is that of one plain step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -141,8 +140,7 @@ class LearningDynamics(Attached):
     def _attach(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(watched(self._model))
         stack.enter_context(compiled_code_as_eager())
-        stack.callback(self._capture.detach)
-        self._capture.attach()
+        stack.enter_context(self._capture)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -260,22 +258,19 @@ class LearningDynamics(Attached):
 def routing_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return prototypes and gates, each once: what the meta optimizer trains."""
     check_module("model", model)
-    return _unique(
+    found = (
         parameter
         for module in unwrap(model).modules()
         if isinstance(module, SparseProtoLinear)
         for parameter in (module.prototypes, module.gate)
     )
+    return list(dict.fromkeys(found))
 
 
 def computation_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all other parameters, each once: what the main loss trains."""
     routing = set(map(id, routing_parameters(model)))
-    return [each for each in _unique(unwrap(model).parameters()) if id(each) not in routing]
-
-
-def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list({id(each): each for each in parameters}.values())
+    return [each for each in unwrap(model).parameters() if id(each) not in routing]
 
 
 def _check_optimizers(

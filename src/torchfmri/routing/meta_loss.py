@@ -1,9 +1,13 @@
-"""What the routing parameters learn from: a number per call, of its routing and its signals.
+"""What the routing parameters learn from: Goodness functions, and meta losses that use them.
 
-`LearningDynamics` calls a meta loss for every call of a layer and adds the numbers up. Any function
-(routing, signals) -> scalar will do; `Divergence` and `Price` are the two of the experiment and are
-public. Gradients must flow into `routing` alone: signals are what it is compared with. Padding
-never counts. A further meta loss is a class here; those of the experiment must stay as they are.
+A Goodness says which units are good for which token. Another one is a few lines: take a `Signals`,
+return (b, s, o), larger where a unit should be on. It is scaled by MAS before it is compared, so
+its size does not matter, and it receives no gradient.
+
+A meta loss is a number per call, of its routing and its signals; `LearningDynamics` adds them up.
+Any function (routing, signals) -> scalar will do. Gradients must flow into `routing` alone: signals
+are what it is compared with. Padding never counts. All of these are public, and results of earlier
+experiments rest on them: add one instead of changing one.
 """
 
 from __future__ import annotations
@@ -17,10 +21,47 @@ from torch import Tensor
 
 from torchfmri._arguments import check_real, require
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.goodness import Goodness, worth
-from torchfmri.routing.scaling import TOKENS_AND_UNITS, UNITS, jensen_shannon, shares
+from torchfmri.routing.scaling import TOKENS_AND_UNITS, UNITS, jensen_shannon, mas, shares
 from torchfmri.routing.signals import Signals
 from torchfmri.routing.sparse_proto_linear import Routing
+
+Goodness: TypeAlias = Callable[[Signals], Tensor]
+EPSILON = 1e-6
+
+
+def worth(signals: Signals) -> Tensor:
+    """Return MAS(MAS(contribution) * MAS(relevance)) / (MAS(cost) + eps): the default."""
+    return _worth(signals, UNITS)
+
+
+def worth_over_tokens(signals: Signals) -> Tensor:
+    """Return `worth` with each maximum taken over tokens and units together, which keeps |x_t|."""
+    return _worth(signals, TOKENS_AND_UNITS)
+
+
+def _worth(signals: Signals, over: tuple[int, ...]) -> Tensor:
+    gain = mas(mas(signals.contribution, over) * mas(signals.relevance, over), over)
+    return gain / (mas(signals.cost, over) + EPSILON)
+
+
+def helpfulness(signals: Signals) -> Tensor:
+    """Return how much a unit lowers the loss of this token, to first order; 0 if it raises it."""
+    return signals.effect.relu()
+
+
+def agreement(signals: Signals) -> Tensor:
+    """Return the contribution, if the other tokens would move the unit the same way as this one.
+
+    A unit is to keep the tokens that teach it one thing, and to let go of those that pull it
+    elsewhere. This needs the gradient of every token by itself.
+    """
+    return mas(signals.contribution) * signals.agreement.relu()
+
+
+def harmony(signals: Signals) -> Tensor:
+    """Return contribution times (1 + agreement) / 2: only conflict takes away from it."""
+    return signals.contribution * (1 + signals.agreement)
+
 
 MetaLoss: TypeAlias = Callable[[Routing, Signals], Tensor]
 _AXES = {"units": UNITS, "tokens_and_units": TOKENS_AND_UNITS}

@@ -6,7 +6,6 @@ public, and its fields stand in result files. The model's gradients are as they 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torchfmri._arguments import check_module, require
 from torchfmri._model import spared_grad, watched
 from torchfmri.routing.capture import Captured, RoutingCapture
-from torchfmri.routing.goodness import Goodness, worth
+from torchfmri.routing.meta_loss import Goodness, worth
 from torchfmri.routing.scaling import shares
 from torchfmri.routing.signals import read_signals
 
@@ -58,11 +57,8 @@ def map_prototypes(
     meaning = "give a function of the signals, such as torchfmri.routing.worth"
     require(callable(goodness), "goodness", goodness, meaning)
     capture = RoutingCapture(model)
-    with watched(model), spared_grad(model.parameters()), ExitStack() as stack:
-        stack.callback(capture.detach)
-        capture.attach()
-        with torch.enable_grad():
-            model(ids, labels=labels).loss.backward()
+    with watched(model), spared_grad(model.parameters()), capture, torch.enable_grad():
+        model(ids, labels=labels).loss.backward()
         calls = capture.take()
     with torch.no_grad():
         return [_map(each, goodness) for each in calls if each.call.number == 0]

@@ -101,14 +101,16 @@ class Signals:
         x, g = self.factors.x.to(self.relevance), self.factors.g.to(self.relevance)
         if self.mask is not None:
             g = g * self.mask[..., None]
+        tiny = torch.finfo(g.dtype).tiny
+        # A cosine does not depend on sizes, and squares of small gradients would underflow.
+        g = g / g.abs().amax(tuple(range(g.ndim - 1)), keepdim=True).clamp_min(tiny)
         total = g.flatten(0, -2).mT @ x.flatten(0, -2)
         along = g * (x @ total.mT)
-        own = (g * self.factors.length).square()
-        whole = total.square().sum(-1)
+        size = (g * self.factors.length).abs()
+        own, whole = size.square(), total.square().sum(-1)
         rest = whole - 2 * along + own
         rounding = 64 * torch.finfo(own.dtype).eps * (whole + own)
-        sizes = (own * rest.clamp_min(0)).sqrt()
-        cosine = (along - own) / sizes.clamp_min(torch.finfo(own.dtype).tiny)
+        cosine = (along - own) / (size * rest.clamp_min(0).sqrt()).clamp_min(tiny)
         return torch.where(rest > rounding, cosine, 0.0).clamp(-1, 1)
 
 

@@ -9,13 +9,12 @@ then has all variants to compare. Every process has one thread, so that results 
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,12 +22,13 @@ from torchfmri._arguments import check_device, check_number
 from torchfmri._model import one_thread
 from torchfmri._text import Progress
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun
-from torchfmri.routing.experiment.variants import VARIANTS
+from torchfmri.routing.experiment.training_run import VARIANTS, RunPlan, TrainingRun
 
-_TICKS = 50
-"""Into how many parts the progress bar divides a run."""
-_counters: Any = None
+Job: TypeAlias = tuple[RunPlan, Path, str, int]
+"""The arguments of a `TrainingRun`."""
+_TOLD = 50
+"""How often a run tells how far it is."""
+_steps: Any = None  # in a process of the pool: the queue to tell it through
 
 
 @dataclass(frozen=True)
@@ -76,83 +76,56 @@ class Experiment:
     def run(self) -> list[dict[str, Any]]:
         """Return the results of all runs, in the order of `plans`; finished runs are only read."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.workers == 1:
-            return self._run_here()
-        return self._run_in_processes()
+        jobs = [(plan, self.folder, self.device, self.checkpoint_every) for plan in self.plans]
+        done, total = [0] * len(jobs), len(jobs) * self.plan.steps
+        with Progress("routing", total) as progress, one_thread():
 
-    def _run_here(self) -> list[dict[str, Any]]:
-        results = []
-        with Progress("routing", len(self.plans) * _TICKS) as progress, one_thread():
-            shown = _Shown(progress, len(self.plans))
-            for number, plan in enumerate(self.plans):
-                results.append(self._training(plan).run(partial(shown.show, number, plan)))
-        return results
+            def show(number: int, step: int) -> None:
+                done[number] = step
+                progress.at(sum(done), total, jobs[number][0].name)
 
-    def _run_in_processes(self) -> list[dict[str, Any]]:
+            if self.workers > 1:
+                return self._run_in_processes(jobs, show)
+            return [_train(job, partial(show, number)) for number, job in enumerate(jobs)]
+
+    def _run_in_processes(
+        self, jobs: list[Job], show: Callable[[int, int], None]
+    ) -> list[dict[str, Any]]:
+        """Run several at a time; the first error ends all of them."""
         context = multiprocessing.get_context("spawn")
-        counters = context.Array("q", len(self.plans))
-        pool = ProcessPoolExecutor(self.workers, context, _begin, (counters,))
-        plans = self.plans
-        with Progress("routing", len(plans) * _TICKS) as progress:
-            shown = _Shown(progress, len(plans))
-            futures = [
-                pool.submit(_work, self._arguments(plan), number)
-                for number, plan in enumerate(plans)
-            ]
-            try:
-                _watch(futures, plans, counters, shown)
-                return [future.result() for future in futures]
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-    def _arguments(self, plan: RunPlan) -> tuple[RunPlan, Path, str, int]:
-        return plan, self.folder, self.device, self.checkpoint_every
-
-    def _training(self, plan: RunPlan) -> TrainingRun:
-        return TrainingRun(*self._arguments(plan))
+        steps = context.SimpleQueue()
+        pool = ProcessPoolExecutor(self.workers, context, _begin, (steps,))
+        try:
+            futures = [pool.submit(_work, job, number) for number, job in enumerate(jobs)]
+            pending = set(futures)
+            while pending:
+                ended, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+                while not steps.empty():
+                    show(*steps.get())
+                for future in ended:
+                    future.result()
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Shown:
-    """The progress of all runs in the parts that the bar shows."""
+def _train(job: Job, tell: Callable[[int], None]) -> dict[str, Any]:
+    """Return the result of one run; `tell` gets its step now and then."""
+    steps = job[0].steps
 
-    def __init__(self, progress: Progress, runs: int) -> None:
-        self._progress, self._ticks = progress, [0] * runs
+    def report(step: int) -> None:
+        if step % max(1, steps // _TOLD) == 0 or step == steps:
+            tell(step)
 
-    def show(self, number: int, plan: RunPlan, step: int) -> None:
-        """Move the bar to where this run is."""
-        wanted = int(step / plan.steps * _TICKS)
-        for _ in range(wanted - self._ticks[number]):
-            self._progress.step(plan.name)
-        self._ticks[number] = max(wanted, self._ticks[number])
+    return TrainingRun(*job).run(report)
 
 
-def _watch(
-    futures: Sequence[Future[Any]], plans: Sequence[RunPlan], counters: Any, shown: _Shown
-) -> None:
-    """Show progress until all runs are done; the first error ends it."""
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-        for number, plan in enumerate(plans):
-            shown.show(number, plan, counters[number])
-        for future in done:
-            future.result()
-
-
-def _begin(counters: Any) -> None:
+def _begin(steps: Any) -> None:
     """Prepare a process, before its first run."""
-    global _counters
-    _counters = counters
+    global _steps
+    _steps = steps
     torch.set_num_threads(1)
 
 
-def _work(arguments: tuple[RunPlan, Path, str, int], number: int) -> dict[str, Any]:
-    told = 0.0
-
-    def report(step: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told > 0.2 or step == arguments[0].steps:
-            _counters[number], told = step, now
-
-    return TrainingRun(*arguments).run(report)
+def _work(job: Job, number: int) -> dict[str, Any]:
+    return _train(job, lambda step: _steps.put((number, step)))

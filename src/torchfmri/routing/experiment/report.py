@@ -1,8 +1,9 @@
-"""Summarise the results of an experiment: mean and spread over seeds, as data and as a table.
+"""Summarise and draw the results of an experiment: a table, data for `--json`, and figures.
 
-`torchfmri routing` prints `table`, and `--json` prints `to_data`, whose keys are public. A new
-measure is an entry of `MEASURES`, a number in the result of a run (`training_run.judge_routing`),
-and a note.
+Results are plain data read from the files of the runs, so all of it can be made again without
+training. `torchfmri routing` prints `table`, `--json` prints `to_data`, whose keys are public, and
+`write_figures` comes last. A new measure is an entry of `MEASURES`, a number in the result of a run
+(`training_run.judge_routing`), and a note. Which figures there are may change freely.
 """
 
 from __future__ import annotations
@@ -10,12 +11,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchfmri._text import Column, Grid
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.experiment.training_run import load_json
-from torchfmri.routing.experiment.variants import VARIANTS
+from torchfmri.routing.experiment.training_run import VARIANTS, load_json
+from torchfmri.routing.prototype_map import PrototypeMap
+from torchfmri.routing.routing_history import history_from_data
+from torchfmri.visualization import (
+    plot_activation,
+    plot_prototypes,
+    plot_selectivity,
+    plot_tradeoff,
+    save,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MEASURES = {
     "accuracy": "accuracy",
@@ -131,3 +144,34 @@ def value_of(run: Mapping[str, Any], measure: str) -> float:
 def _measured(values: Sequence[float]) -> MeanOverSeeds:
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return MeanOverSeeds(statistics.fmean(values), spread)
+
+
+def write_figures(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw everything into a folder, and return the files."""
+    return save(draw_figures(results), folder)
+
+
+def draw_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure | Axes]:
+    """Return name -> figure: activation over training, trade-offs, prototypes and units."""
+    runs = by_variant(results)
+    histories = {
+        name: [history_from_data(each["history"]) for each in several]
+        for name, several in runs.items()
+    }
+    figures: dict[str, Figure | Axes] = {"activation": plot_activation(histories)}
+    for measure, label in (
+        ("longest", "accuracy, longest"),
+        ("relative_selectivity", "relative selectivity"),
+        ("dead_units", "dead units"),
+    ):
+        points = {
+            name: [(each["activation"], value_of(each, measure)) for each in several]
+            for name, several in runs.items()
+        }
+        figures[f"tradeoff_{measure}"] = plot_tradeoff(points, labels=("active units", label))
+    for name, several in runs.items():
+        first = several[0]
+        maps = [PrototypeMap(**each) for each in first["prototypes"]]
+        figures[f"prototypes_{name}"] = plot_prototypes(maps, name)
+        figures[f"units_{name}"] = plot_selectivity(first["rates"], first["tasks"])
+    return figures

@@ -1,10 +1,11 @@
-"""One training run of the experiment: train, keep checkpoints, judge.
+"""One training run of the experiment, and the table of variants to compare.
 
 `Experiment` starts these, also in other processes. A run can be killed at any moment: it goes on
 from its last checkpoint, and a finished one is read from its result file. Both files hold the whole
 `RunPlan`, and a file of another plan is not used. Fields of `RunPlan` are part of these files; a
 new one makes older results count as another plan's. Everything random is drawn from the seed and
-the step. What is measured may grow: results are read by key.
+the step. What is measured may grow: results are read by key. A new variant is an entry of
+`VARIANTS`; their names stand in result files and on the command line: do not rename them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,15 +24,22 @@ from torch import Tensor
 from torchfmri._files import new_file, read_regular, size_of
 from torchfmri._records import History
 from torchfmri.exceptions import FileFormatError
-from torchfmri.routing.experiment.grid_puzzles import GridPuzzles
-from torchfmri.routing.experiment.tasks import IGNORED, SequenceTasks, Tasks
+from torchfmri.routing.experiment.tasks import IGNORED, GridPuzzles, SequenceTasks, Tasks
 from torchfmri.routing.experiment.training_step import TrainingStep, on_own_stream
-from torchfmri.routing.experiment.variants import VARIANTS
 from torchfmri.routing.language_model import RoutingConfig, RoutingLanguageModel
 from torchfmri.routing.learning_dynamics import (
     LearningDynamics,
     computation_parameters,
     routing_parameters,
+)
+from torchfmri.routing.meta_loss import (
+    Divergence,
+    MetaLoss,
+    Price,
+    agreement,
+    harmony,
+    helpfulness,
+    worth_over_tokens,
 )
 from torchfmri.routing.prototype_map import map_prototypes
 from torchfmri.routing.routing_history import (
@@ -41,6 +49,50 @@ from torchfmri.routing.routing_history import (
     selectivity,
 )
 from torchfmri.routing.unit_rates import UnitRates
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the routing.
+
+    Attributes:
+        title: In a few words.
+        meta_loss: What it learns from; None: from the main loss only.
+        signal: Whose learning cost.
+        mode: Whether the main loss trains it too ("joint") or not ("strict").
+    """
+
+    title: str
+    meta_loss: MetaLoss | None
+    signal: Literal["token", "aggregate"] = "token"
+    mode: Literal["strict", "joint"] = "strict"
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "token": Variant("strict, each token's own cost", Divergence()),
+    "aggregate": Variant("strict, cost of the batch", Divergence(), "aggregate"),
+    "token-and-unit": Variant(
+        "strict, scaled over tokens and units", Divergence(worth_over_tokens, "tokens_and_units")
+    ),
+    "joint-token": Variant(
+        "main loss and each token's own cost", Divergence(weight=0.3), mode="joint"
+    ),
+    "dense": Variant("main loss alone", None, mode="joint"),
+    "l1-weak": Variant("main loss and a lower price", Price(0.1), mode="joint"),
+    "l1": Variant("main loss and a price on weights", Price(0.4), mode="joint"),
+    "l1-strong": Variant("main loss and a higher price", Price(2.0), mode="joint"),
+    "helpfulness": Variant(
+        "main loss and first-order effect", Divergence(helpfulness, weight=0.3), mode="joint"
+    ),
+    "agreement": Variant(
+        "main loss and agreeing gradients", Divergence(agreement, weight=0.3), mode="joint"
+    ),
+    "agreement-strong": Variant(
+        "main loss and agreeing gradients, more of it", Divergence(agreement), mode="joint"
+    ),
+    "harmony": Variant("main loss and no conflict", Divergence(harmony, weight=0.3), mode="joint"),
+}
+
 
 RESULT_BYTES = 256 << 20
 """No result of a run is larger."""

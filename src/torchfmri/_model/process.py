@@ -1,11 +1,18 @@
-"""Ctrl-C and other signals: they end what runs, but never while something is being put back.
+"""What belongs to the whole process: signals, the compiler's stance, and the switch that is off.
 
-Every context manager that puts something back enters `whole_restorations`; streams and dataset
-scans use the others. The handler looks at the frames that are running when the signal comes,
-because no flag could be set before the first instruction of an `__exit__`. So names matter: methods
-of this package called `__enter__`, `__exit__` and `forget` are never interrupted, and neither is
-what contextlib calls to end a block. A function of another name that attaches or puts back needs
-`kept_whole`. The wait before a signal is sent again may change freely.
+Ctrl-C and other signals end what runs, but never while something is being put back. Every context
+manager that puts something back enters `whole_restorations`; streams and dataset scans use the
+others. The handler looks at the frames that are running when the signal comes, because no flag
+could be set before the first instruction of an `__exit__`. So names matter: methods of this package
+called `__enter__`, `__exit__` and `forget` are never interrupted, and neither is what contextlib
+calls to end a block. A function of another name that attaches or puts back needs `kept_whole`. The
+wait before a signal is sent again may change freely.
+
+The entry points of the package ask `switched_off` first, and run models inside
+`compiled_code_as_eager`. Users of the compiler's stance are counted, so that the last one out
+restores what the first one in found, whatever the threads; the count must stay exact, or the user's
+compiled models would stay eager. torch._dynamo is not imported if nobody else has imported it: that
+takes long, and nothing can have been compiled.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from types import CodeType, FrameType
@@ -173,3 +181,46 @@ def _send_again(number: int) -> None:
 
 def _exit(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
+
+
+def switched_off() -> bool:
+    """Whether the environment says TORCHFMRI=off: every attachment is then a no-op."""
+    return os.environ.get("TORCHFMRI", "").strip().lower() in ("off", "0", "false", "no")
+
+
+def compiled_code_as_eager() -> AbstractContextManager[Any]:
+    """Run compiled modules eagerly: compiled code calls no hooks that were added after it.
+
+    The compiled code is kept and used again afterwards.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing can have been compiled; the import is slow
+        return nullcontext()
+    return _stance()
+
+
+_lock = threading.Lock()
+_users = 0
+_outer: Any = None
+
+
+@contextmanager
+def _stance() -> Iterator[None]:
+    """Force eager execution while anybody needs it.
+
+    The stance belongs to the whole process: the first one in keeps what was there before and the
+    last one out restores it, in whichever order and thread they come and go.
+    """
+    global _users, _outer
+    with whole_restorations():
+        with _lock:
+            _users += 1
+            if _users == 1:
+                _outer = torch.compiler.set_stance("force_eager")
+        try:
+            yield
+        finally:
+            with _lock:
+                _users -= 1
+                if _users == 0:
+                    _outer.__exit__(None, None, None)
+                    _outer = None

@@ -7,10 +7,10 @@ that changes the training belongs there, or old results are taken for new ones.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
-from torchfmri.cli.options import Result, add_number, add_path, add_switch, add_text, say
+from torchfmri.cli.options import Options, Result, say
 from torchfmri.routing.experiment import (
     VARIANTS,
     Experiment,
@@ -24,17 +24,17 @@ from torchfmri.routing.experiment import (
 MADE = "made"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Options) -> None:
     """Add the options of `torchfmri routing`."""
     plan = RunPlan("")
-    parser.add_argument(
+    parser.argument(
         "--signal",
         action="append",
         choices=tuple(VARIANTS),
         help="what the routing learns from; may be repeated (default: all)",
     )
-    add_number(parser, "--seeds", 3, "seeds per signal")
-    parser.add_argument(
+    parser.number("--seeds", 3, "seeds per signal")
+    parser.argument(
         "--lengths",
         type=int,
         nargs="+",
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="lengths of the sequence tasks (default: %(default)s)",
     )
     text = f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some"
-    add_text(parser, "--puzzles", text, "FOLDER")
+    parser.text("--puzzles", text, "FOLDER")
     for name, meaning in (
         ("steps", "training steps of a run"),
         ("batch", "sequences per step"),
@@ -50,15 +50,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("blocks", "transformer blocks"),
         ("heads", "attention heads"),
     ):
-        add_number(parser, f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
-    parser.add_argument(
+        parser.number(f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
+    parser.argument(
         "--device", default="cpu", help="device to train on, such as cuda (default: cpu)"
     )
-    add_number(parser, "--workers", 1, "parallel runs, one thread each")
-    add_number(parser, "--checkpoint-every", 500, "steps between two checkpoints")
+    parser.number("--workers", 1, "parallel runs, one thread each")
+    parser.number("--checkpoint-every", 500, "steps between two checkpoints")
     text = "folder of results and checkpoints; what is finished there is not run again"
-    add_path(parser, "--out", text, "FOLDER", default=Path("torchfmri-routing"))
-    add_switch(parser, "--no-figures", "write the results without figures")
+    parser.path("--out", text, "FOLDER", default=Path("torchfmri-routing"))
+    parser.switch("--no-figures", "write the results without figures")
 
 
 def run(options: Namespace) -> Result:

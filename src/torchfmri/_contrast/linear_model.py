@@ -26,7 +26,7 @@ from torchfmri._model import nearest_names
 from torchfmri._text import Column as TextColumn
 from torchfmri._text import Grid, plural
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import axes_or_new, escape
+from torchfmri.visualization import axes_or_new, draw_cells, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,8 +197,7 @@ class GLM:
         design, names, _, row = self._matrix(prompt)
         size = np.abs(design).max(0, initial=0.0)
         ax = axes_or_new(ax, 1.2 + 0.6 * design.shape[1], 4.5)
-        look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "PuOr_r"}
-        ax.imshow(design / np.where(size > 0, size, 1.0), vmin=-1, vmax=1, **look)
+        draw_cells(ax, design / np.where(size > 0, size, 1.0), "PuOr_r", vmin=-1, vmax=1)
         labels = [escape(each) for each in names]
         ax.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize=8)
         ax.set_ylabel(row)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._text import layer_label, shorten, star
-from torchfmri.visualization import axes_or_new, escape, write_above
+from torchfmri.visualization import axes_or_new, draw_colour_bar, escape, write_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,8 @@ def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:
     ax.tick_params(axis="x", labelsize=7.5, bottom=bool(inside), labelbottom=bool(inside))
     ax.set_xlabel("block" if inside else "", fontsize=8)
     ax.spines[:].set_visible(False)
-    _draw_bar(ax, label, scale)
+    ends = "max" if contrast.is_f else "both"
+    draw_colour_bar(ax, scale, label, pad=0.015, fraction=0.035, aspect=30, extend=ends)
     most = max((_pooled(band.places) for band in (*inside, *outside)), default=1)
     pooled = f"; a cell shows the strongest of up to {most} {contrast.level}s" * (most > 1)
     _write(ax, contrast, wide, pooled)
@@ -262,14 +263,6 @@ def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], wide:
     thick = min(0.9, 72 * high / 4)  # in points: a line must leave its cell to be seen
     drawn = LineCollection(lines, colors="black", linewidths=thick, zorder=3, clip_on=False)
     ax.add_collection(drawn)
-
-
-def _draw_bar(ax: Axes, label: str, scale: ScalarMappable) -> None:
-    extend = "max" if scale.norm.vmin == 0 else "both"
-    bar = ax.figure.colorbar(scale, ax=ax, pad=0.015, fraction=0.035, aspect=30, extend=extend)
-    bar.set_label(escape(label), fontsize=7.5)
-    bar.ax.tick_params(labelsize=7, length=2)
-    bar.outline.set_visible(False)
 
 
 def _write(ax: Axes, contrast: Contrast, wide: float, pooled: str) -> None:

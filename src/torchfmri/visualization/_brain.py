@@ -22,7 +22,15 @@ from torchfmri.visualization._colour_scale import (
     scale_from,
     ticks_between,
 )
-from torchfmri.visualization._figure import GREY, draw_ring, escape, write_above, write_middle
+from torchfmri.visualization._figure import (
+    GREY,
+    draw_colour_bar,
+    draw_ring,
+    escape,
+    write_above,
+    write_beside,
+    write_middle,
+)
 from torchfmri.visualization._token_track import (
     TRACK_INCHES,
     TokenTrack,
@@ -219,20 +227,19 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
     named = 0
     last = last_name = -1.0
     for band, (top, end) in zip(bands, edges, strict=False):
-        label = escape(shorten(layer_label(band.label), _LONGEST_LABEL))
+        label = shorten(layer_label(band.label), _LONGEST_LABEL)
         middle = (top + end) / 2
         if len(band.rows) == 1 or not band.marks:
             if middle - max(last, last_name) >= _BETWEEN_LABELS:
                 places.append(middle)
-                texts.append(label)
+                texts.append(escape(label))
                 last = last_name = middle
                 named += 1
             continue
         if middle - last_name >= _BETWEEN_LABELS:
-            onto: Any = ("axes fraction", "data")
-            look: dict[str, Any] = {"ha": "right", "va": "center", "fontweight": "bold"}
-            look |= {"textcoords": "offset points", "annotation_clip": False, "fontsize": 7.5}
-            ax.annotate(label, (0, middle), (-20, 0), xycoords=onto, **look)
+            look: dict[str, Any] = {"ha": "right", "fontweight": "bold", "fontsize": 7.5}
+            look |= {"xytext": (-20, 0), "textcoords": "offset points", "annotation_clip": False}
+            write_beside(ax, label, 0, middle, **look)
             last_name = middle
             named += 1
         row = (end - top) / len(band.rows)
@@ -268,15 +275,9 @@ def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
         "aspect": max(12.0, 9 * inches),
     }
     ends: dict[str, Any] = {"extend": scale.beyond, "extendfrac": 0.12 / max(inches, 1.0)}
-    bar = ax.figure.colorbar(image, ax=ax, ticks=ticks, **room, **ends)
-    if ticks is not None:
-        bar.ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        bar.ax.set_yticks([], minor=True)
     along = max(16, int(_LETTERS * inches))
     lines = [part for line in scale.label.splitlines() for part in wrap(line, along)]
-    bar.set_label(escape("\n".join(lines)), fontsize=7.5)
-    bar.ax.tick_params(labelsize=7, length=2)
-    bar.outline.set_visible(False)
+    bar = draw_colour_bar(ax, image, "\n".join(lines), ticks, **room, **ends)
     if np.isnan(scale.shown).any():
         look: dict[str, Any] = {"transform": bar.ax.transAxes, "va": "top", "color": GREY}
         bar.ax.text(0, -0.2 / max(inches, 1.0), "hatched:\nno value", fontsize=6.5, **look)

@@ -28,6 +28,7 @@ from torchfmri.visualization._figure import (
     ink,
     scale_values,
     split_off,
+    write_beside,
 )
 from torchfmri.visualization._layout import (
     LayerLayout,
@@ -197,15 +198,8 @@ def _draw_apart(
         panel.set_xticks([])
     words = [value if isinstance(value, str) else "" for value in apart]
     for text, first, last in layout.runs(words):
-        panel.annotate(
-            escape(text),
-            (0.5, float(layout.places[first] + layout.places[last]) / 2),
-            xycoords=("axes fraction", "data"),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=GREY,
-        )
+        middle = float(layout.places[first] + layout.places[last]) / 2
+        write_beside(panel, text, 0.5, middle, ha="center", color=GREY)
     panel.tick_params(axis="y", left=False, labelleft=False)
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="x", color="0.5", alpha=0.25, linewidth=0.6)
@@ -227,17 +221,8 @@ def _mark_differences(
             if (state := state_in_words(each, what))
         ]
         if words:
-            ax.annotate(
-                escape("; ".join(words)),
-                (0.99, float(layout.places[index])),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="center",
-                fontsize=7.5,
-                color=ORANGE,
-                fontweight="bold",
-                bbox=behind_text(ax),
-            )
+            look = {"color": ORANGE, "fontweight": "bold", "bbox": behind_text(ax)}
+            write_beside(ax, "; ".join(words), 0.99, layout.places[index], ha="right", **look)
 
 
 def _title(

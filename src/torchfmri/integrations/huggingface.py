@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from torchfmri._arguments import check_flag
-from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
+from torchfmri._monitor import Monitor, MonitoredStep, Writer
 from torchfmri.exceptions import InspectionError, NonFiniteWarning
-from torchfmri.integrations.dashboards import trainer_runs, writer_for
+from torchfmri.integrations.dashboards import Follower, trainer_runs
 from torchfmri.integrations.findings import first_nonfinite_step, warn_of_findings
 
 try:
@@ -27,7 +26,7 @@ except ImportError as error:
     ) from error
 
 
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(Follower, TrainerCallback):
     """Follows a Trainer: each optimizer step is one step, however many micro-batches it takes.
 
     Evaluation and prediction are not watched. The loss is the one that the model returns. What is
@@ -45,11 +44,7 @@ class MonitorCallback(TrainerCallback):
     """
 
     def __init__(self, *writers: Writer, dashboards: bool = True, **options: Any) -> None:
-        check_flag("dashboards", dashboards)
-        self._dashboards = dashboards
-        self.monitor: Monitor | None = None
-        self._writers = [check_writer(each) for each in writers]
-        self._options = check_options(options)
+        super().__init__(*writers, dashboards=dashboards, **options)
         self._step: AbstractContextManager[MonitoredStep] | None = None
         self._warned = False
 
@@ -64,14 +59,7 @@ class MonitorCallback(TrainerCallback):
                 "instead: Monitor(model, optimizer)."
             )
         if self.monitor is None or self.monitor.model is not model:
-            self.monitor = Monitor(model, **self._options)
-            for write in self._writers or self._summaries(args, state):
-                self.monitor.add_writer(write)
-
-    def _summaries(self, args: Any, state: Any) -> list[Writer]:
-        """Writers for the runs that the Trainer has opened before this callback is asked."""
-        runs = trainer_runs(args, state) if self._dashboards else ()
-        return [write for run in runs if (write := writer_for(run)) is not None]
+            self._follow(Monitor(model, **self._options), trainer_runs(args, state))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to watch a step."""

@@ -13,11 +13,11 @@ import torch
 
 from torchfmri._cost import advise
 from torchfmri._model import nearest_names
-from torchfmri.cli.options import Options, Result, say, subject_of
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of
 from torchfmri.exceptions import InspectionError
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri advise`."""
     parser.subject()
     parser.number("--rounds", 5, "how often to measure time")

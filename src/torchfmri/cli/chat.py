@@ -28,7 +28,7 @@ from torchfmri._scan import (
 )
 from torchfmri._text import plural, printable
 from torchfmri._viewer import View
-from torchfmri.cli.options import Options, Result
+from torchfmri.cli.options import CommandOptions, Result
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
@@ -36,7 +36,7 @@ _WAITING, _NAMED = 8, 40
 """Prompts that may wait for the model."""
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri chat`."""
     parser.model()
     parser.path("--out", "keep the scans in this folder, too", "NAME.fmri")

@@ -13,13 +13,13 @@ from typing import Any
 from torchfmri._arguments import check_file
 from torchfmri._compare import SETTINGS, Run, compare, parse_settings, run_with
 from torchfmri._model import CHOICES, FORM
-from torchfmri.cli.options import Options, Result, say, subject_of, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of, users_code
 from torchfmri.exceptions import InspectionError
 
 _PROMPTS = ("The capital of France is Paris.", "Once upon a time there was a little girl.")
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri compare`."""
     text = (
         "two of: the folder of a training run, a saved history, inspection or scan, a folder of "

@@ -16,7 +16,7 @@ from typing import Any
 from torchfmri._arguments import check_number
 from torchfmri._contrast import Contrast
 from torchfmri._scan import Scan, condition_of, contrast, load
-from torchfmri.cli.options import Options, Result
+from torchfmri.cli.options import CommandOptions, Result
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import save_figure
 
@@ -27,7 +27,7 @@ _TOKENS = (
 )
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri contrast`."""
     parser.argument("scan", type=Path, help="a scan: NAME.fmri")
     parser.path("with_scan", "another scan to compare with", "OTHER", nargs="?")
@@ -55,7 +55,7 @@ def add_arguments(parser: Options) -> None:
     files.path("--report", "write the report", "FILE.html")
 
 
-def _add_test(group: Options) -> None:
+def _add_test(group: CommandOptions) -> None:
     group.argument("--alpha", type=float, default=0.05, help="threshold (default: 0.05)")
     controls = ("fdr", "bonferroni", "max", "fpr", "none")
     group.choice("--height-control", controls, "the error rate that alpha limits", "fdr")

@@ -9,11 +9,11 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace
 
 from torchfmri._cost import cost
-from torchfmri.cli.options import Options, Result, say, subject_of
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of
 from torchfmri.exceptions import InspectionError
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri cost`."""
     parser.subject()
     parser.number("--rounds", 5, "how often to measure time")

@@ -18,7 +18,7 @@ from pathlib import Path
 from torchfmri._arguments import check_number, require
 from torchfmri._model import NamedModel, load_model
 from torchfmri._scan import TELL_EVERY, Scan, Scanner, ScanOptions
-from torchfmri.cli.options import Options, Result, say
+from torchfmri.cli.options import CommandOptions, Result, say
 from torchfmri.cli.scan import spoken, summary
 from torchfmri.exceptions import InspectionError
 
@@ -29,7 +29,7 @@ QUESTIONS = {
 }
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri demo`."""
     text = "where to write scan.png, scan.html and scan.fmri (default: %(default)s)"
     parser.path("--out", text, "DIR", default=Path("torchfmri-demo"))

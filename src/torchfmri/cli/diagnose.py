@@ -17,14 +17,14 @@ from torch import nn
 from torchfmri._arguments import check_file, check_number
 from torchfmri._checkup import diagnose, diagnose_script
 from torchfmri._model import FORM, find_factory, kinds_of
-from torchfmri.cli.options import Options, Result, say, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, users_code
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import save_figure
 
 _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri diagnose`."""
     text = f"{FORM}, which returns (model, batches, loss, optimizer); or a training script"
     parser.argument("subject", metavar="SUBJECT", help=text)

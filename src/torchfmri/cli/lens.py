@@ -11,11 +11,11 @@ from typing import Any
 
 from torchfmri._model import load_model
 from torchfmri._scan import attribute_inputs, attribute_logit, lens
-from torchfmri.cli.options import Options, Result, dtype_of
+from torchfmri.cli.options import CommandOptions, Result, dtype_of
 from torchfmri.visualization import save_figure
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri lens`."""
     parser.text("--prompt", "what the model reads", required=True)
     parser.model()

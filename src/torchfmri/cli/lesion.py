@@ -15,13 +15,13 @@ from torchfmri._files import parse, read_regular
 from torchfmri._lesion import EDITS, KINDS, METHODS, METRICS, lesion
 from torchfmri._model import load_model
 from torchfmri._text import Progress
-from torchfmri.cli.options import LOG_SECONDS, Options, Result, say
+from torchfmri.cli.options import LOG_SECONDS, CommandOptions, Result, say
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 _LIMIT = 64 << 20
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri lesion`."""
     what = parser.one_of()
     what.text("--prompt", "one prompt, with --answer")

@@ -1,8 +1,8 @@
 """Options in one wording, and what all commands do alike: talk to the user, run the user's code.
 
-Every command is handed `Options` to add its own to, so that an option that two commands share has
-one name, one meaning and one help text. Progress goes through `say`: standard output is for
-results. Names and defaults of options are public; help texts may change freely.
+Every command adds its options to the `CommandOptions` that it is handed, so that an option that two
+commands share has one name, one meaning and one help text. Progress goes through `say`: standard
+output is for results. Names and defaults of options are public; help texts may change freely.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOG_SECONDS = 30.0
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class Options:
+class CommandOptions:
     """The options of a command, or of a group of them.
 
     Args:
@@ -37,13 +37,13 @@ class Options:
         self._parser = parser
         self.argument = parser.add_argument
 
-    def group(self, title: str) -> Options:
+    def group(self, title: str) -> CommandOptions:
         """Return a group of options, with a heading in the help."""
-        return Options(self._parser.add_argument_group(title))
+        return CommandOptions(self._parser.add_argument_group(title))
 
-    def one_of(self) -> Options:
+    def one_of(self) -> CommandOptions:
         """Return a group of options of which exactly one must be given."""
-        return Options(self._parser.add_mutually_exclusive_group(required=True))
+        return CommandOptions(self._parser.add_mutually_exclusive_group(required=True))
 
     def model(self) -> None:
         """Add `--model`."""

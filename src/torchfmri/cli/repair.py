@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torchfmri._scan import load, repair
 from torchfmri._text import plural
-from torchfmri.cli.options import Options, Result
+from torchfmri.cli.options import CommandOptions, Result
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri repair`."""
     parser.argument("folder", type=Path, help="a scan: NAME.fmri")
 

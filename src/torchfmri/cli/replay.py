@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torchfmri._incidents import replay
 from torchfmri._model import FORM
-from torchfmri.cli.options import Options, Result, say, subject_of, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of, users_code
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri replay`."""
     text = "an incident that a Monitor wrote, or a folder of several"
     parser.argument("folder", type=Path, help=text)

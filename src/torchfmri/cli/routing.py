@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from torchfmri.cli.options import Options, Result, say
+from torchfmri.cli.options import CommandOptions, Result, say
 from torchfmri.routing.experiment import (
     VARIANTS,
     Experiment,
@@ -24,7 +24,7 @@ from torchfmri.routing.experiment import (
 MADE = "made"
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri routing`."""
     plan = RunPlan("")
     parser.argument(

@@ -36,7 +36,7 @@ from torchfmri._scan import (
     scan_rows,
 )
 from torchfmri._text import Progress, plural, printable
-from torchfmri.cli.options import LOG_SECONDS, Options, Result, dtype_of, say
+from torchfmri.cli.options import LOG_SECONDS, CommandOptions, Result, dtype_of, say
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
@@ -44,7 +44,7 @@ _DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--str
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri scan`."""
     what = parser.one_of()
     what.text("--prompt", "scan one prompt")
@@ -68,7 +68,7 @@ def add_arguments(parser: Options) -> None:
     add_server_arguments(parser)
 
 
-def _add_generation(group: Options) -> None:
+def _add_generation(group: CommandOptions) -> None:
     group.switch("--chat", "wrap texts as a user's message")
     group.number("--max-new-tokens", 64, "largest number of new tokens; 0 only reads the prompt")
     group.switch("--sample", "sample instead of decoding greedily")
@@ -76,7 +76,7 @@ def _add_generation(group: Options) -> None:
     group.number("--seed", 0, "seed of sampling")
 
 
-def _add_measurement(group: Options) -> None:
+def _add_measurement(group: CommandOptions) -> None:
     gradients = ("position", "token_loss", "cached", "none")
     text = "gradient to measure; none records activations only"
     group.choice("--per", gradients, text, "position")

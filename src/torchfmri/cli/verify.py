@@ -9,10 +9,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from torchfmri._verify import verify_gradients
-from torchfmri.cli.options import Options, Result, say, subject_of, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of, users_code
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri verify`."""
     parser.subject()
     parser.several("--layers", "verify these layers only, for example '*.mlp'")

@@ -12,10 +12,10 @@ from typing import Any
 
 from torchfmri._scan import board_of, difference_of
 from torchfmri._viewer import View, serve
-from torchfmri.cli.options import Options, Result
+from torchfmri.cli.options import CommandOptions, Result
 
 
-def add_arguments(parser: Options) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri view`."""
     text = "a scan (NAME.fmri), a contrast (NAME.contrast), or a Monitor's run or folder of runs"
     parser.text("what", text, "SCAN")
@@ -23,7 +23,7 @@ def add_arguments(parser: Options) -> None:
     add_server_arguments(parser)
 
 
-def add_server_arguments(parser: Options) -> None:
+def add_server_arguments(parser: CommandOptions) -> None:
     """Add the options of every command that serves a page."""
     group = parser.group("the page")
     group.argument(

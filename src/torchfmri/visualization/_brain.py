@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._text import layer_label, shorten
+from torchfmri._text import few, layer_label, shorten
 from torchfmri.visualization._colour_scale import (
     ColourScale,
     pool_rows,
@@ -51,7 +51,7 @@ _ROW = 0.042
 _LEAST, _LARGEST_FACTOR = 1.7, 2.5
 _THINNEST = 0.012
 _LETTERS = 17.0
-"""How many letters of a colour bar's label stand along an inch of it."""
+"""How many letters of a small text stand along an inch."""
 _MANY_BANDS = 20
 _MOST_ROWS = 900
 _BETWEEN_LABELS = 0.105
@@ -172,7 +172,8 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
     draw_boundaries(ax, brain.tokens)
     draw_strip(ax, brain.tokens)
     if text:
-        label_tokens(ax, brain.tokens, brain.inches[0], [remark, brain.remark])
+        remarks = ["\n".join(wrap(remark, int(_LETTERS * brain.inches[0]))), brain.remark]
+        label_tokens(ax, brain.tokens, brain.inches[0], remarks)
     if surprisal and number:
         draw_surprisal(ax, brain.tokens)
     _write_title(ax, brain, surprisal and number > 0)
@@ -224,7 +225,7 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
     """Write names of bands and marks beside the map; return a remark if some had no room."""
     places: list[float] = []
     texts: list[str] = []
-    named = 0
+    left_out: list[str] = []
     last = last_name = -1.0
     for band, (top, end) in zip(bands, edges, strict=False):
         label = shorten(layer_label(band.label), _LONGEST_LABEL)
@@ -234,14 +235,16 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
                 places.append(middle)
                 texts.append(escape(label))
                 last = last_name = middle
-                named += 1
+            else:
+                left_out.append(label)
             continue
         if middle - last_name >= _BETWEEN_LABELS:
             look: dict[str, Any] = {"ha": "right", "fontweight": "bold", "fontsize": 7.5}
             look |= {"xytext": (-20, 0), "textcoords": "offset points", "annotation_clip": False}
             write_beside(ax, label, 0, middle, **look)
             last_name = middle
-            named += 1
+        else:
+            left_out.append(label)
         row = (end - top) / len(band.rows)
         for place, text in band.marks:
             at = top + (place + 0.5) * row
@@ -251,7 +254,10 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
                 last = at
     ax.set_yticks(places, texts, fontsize=7)
     ax.tick_params(axis="y", length=2, pad=2)
-    return f"{named} of {len(bands)} labels shown" if named < len(bands) else ""
+    if not left_out:
+        return ""
+    names = f"the name{'s' * (len(left_out) > 1)} of {few(left_out, 2)}"
+    return f"no room for {names}: the rows are drawn, and torchfmri.view names every row"
 
 
 def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:

@@ -64,8 +64,7 @@ class _Cells(NamedTuple):
     survives: NDArray[np.bool_]
 
     def rows(self, which: slice) -> _Cells:
-        there, values, sizes, survives = self
-        return _Cells(there[which], values[which], sizes[which], survives[which])
+        return _Cells(*(each[which] for each in self))
 
 
 def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:
@@ -253,13 +252,9 @@ def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], wide:
     high = (span[1] - span[0]) / len(kept)
     across = np.argwhere(framed[1:, 1:-1] != framed[:-1, 1:-1])
     down = np.argwhere(framed[1:-1, 1:] != framed[1:-1, :-1])
-    lines = [
-        [(x * wide - 0.5, span[0] + y * high), ((x + 1) * wide - 0.5, span[0] + y * high)]
-        for y, x in across
-    ] + [
-        [(x * wide - 0.5, span[0] + y * high), (x * wide - 0.5, span[0] + (y + 1) * high)]
-        for y, x in down
-    ]
+    corner, cell = np.array([span[0], -0.5]), np.array([high, wide])  # y before x
+    ends = [np.stack([at, at + step], 1) for at, step in ((across, (0, 1)), (down, (1, 0)))]
+    lines = (corner + cell * np.concatenate(ends))[..., ::-1]
     thick = min(0.9, 72 * high / 4)  # in points: a line must leave its cell to be seen
     drawn = LineCollection(lines, colors="black", linewidths=thick, zorder=3, clip_on=False)
     ax.add_collection(drawn)

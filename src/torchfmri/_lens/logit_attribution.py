@@ -213,7 +213,7 @@ def _parts(stream: Stream, position: int, heads: bool) -> tuple[list[BlockPart],
     parts = [BlockPart("embedding", "embedding", None, stream.states[0][0, position].double())]
     notes: list[str] = []
     for block in stream.blocks:
-        found, reasons = block_parts(stream, block, 0, position, heads)
+        found, reasons = block_parts(stream, block, position, heads)
         parts += found
         notes += reasons
     return parts, notes

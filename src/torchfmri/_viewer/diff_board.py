@@ -72,7 +72,7 @@ class DiffBoard(Board):
         ]
 
     def about(self) -> dict[str, Any]:
-        """What the head of the page says."""
+        """Return what the head of the page says."""
         first, second = (each.about() for each in self._pair)
         same = first["model"] == second["model"]
         before, after = self._titles()
@@ -87,12 +87,12 @@ class DiffBoard(Board):
         }
 
     def _titles(self) -> tuple[str, str]:
-        """What the two are called; scans that are not saved have the same title."""
+        """Return what the two are called; scans that are not saved have the same title."""
         first, second = (str(each.about()["title"]) for each in self._pair)
         return (first, second) if first != second else ("first", "second")
 
     def entries(self) -> Sequence[Entry]:
-        """Pairs of sequences at the same place."""
+        """Return pairs of sequences at the same place."""
         pairs = zip(*(each.entries() for each in self._pair), strict=False)
         return [
             Entry(
@@ -104,11 +104,11 @@ class DiffBoard(Board):
         ]
 
     def length(self, sequence: int) -> int:
-        """Of the longer one."""
+        """Return how many columns the longer one has."""
         return max(each.length(sequence) for each in self._pair)
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """Those of both."""
+        """Return the metrics that both have."""
         known = {each.name for each in self._pair[0].metrics(sequence)}
         title = self.about()["title"]
         found = [each for each in self._pair[1].metrics(sequence) if each.name in known]
@@ -123,12 +123,12 @@ class DiffBoard(Board):
         ]
 
     def voxels(self, sequence: int) -> Sequence[str]:
-        """The metrics that the voxels of both have."""
+        """Return the metrics that the voxels of both have."""
         first, second = (each.voxels(sequence) for each in self._pair)
         return [each for each in second if each in first]
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """The curves of the second, then those of the first beside them."""
+        """Return the curves of the second, then those of the first beside them."""
         before, after = self._titles()
         known = {each.name for each in self._pair[0].tracks(sequence)}
         second = self._pair[1].tracks(sequence)
@@ -142,7 +142,7 @@ class DiffBoard(Board):
         return found
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The texts of the second; where they differ, those of both, and ∅ where one has ended."""
+        """Return the texts of the second; both if they differ, with ∅ where one has ended."""
         a, b = (each.columns(sequence, first, last) for each in self._pair)
         count = len(b["pieces"])
         told = {key: [*b[key], *a[key][count:]] for key in b}
@@ -151,13 +151,13 @@ class DiffBoard(Board):
         return told
 
     def _merged(self, one: str | None, other: str | None) -> str:
-        """Two texts as one; `details.ts` and `strip.ts` take it apart. A step keeps its number."""
+        """Return two texts as one. `details.ts` and `strip.ts` take it apart; steps stay as they are."""
         if self.axis != "token" and None in (one, other):
             return one or other or ""
         return f" {' ≠ '.join('∅' if each is None else each.strip(' ') for each in (one, other))} "
 
     def values(self, sequence: int, metric: str, plane: str) -> Table:
-        """(column, row) second - first; NaN where one of them has none."""
+        """Return second - first, (column, row); NaN where one of them has no value."""
         if plane == TRACKS:
             return self._curves(sequence)
         tables = [self._long(each.values(sequence, metric, plane), sequence) for each in self._pair]
@@ -173,7 +173,7 @@ class DiffBoard(Board):
         return result
 
     def _curves(self, sequence: int) -> Table:
-        """(column, curve) as `tracks` names them."""
+        """Return the curves as `tracks` names them, (column, curve)."""
         tables = [each.values(sequence, TRACKS, TRACKS) for each in self._pair]
         first, second = (self._long(each, sequence) for each in tables)
         names = [each.name for each in self._pair[0].tracks(sequence)]
@@ -181,7 +181,7 @@ class DiffBoard(Board):
         return np.concatenate([second, first[:, [names.index(name) for name in beside]]], 1)
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
-        """What is not in both."""
+        """Return what is not in both."""
         if plane == TRACKS:
             return np.isnan(self.values(sequence, metric, plane))
         found = np.zeros((self.length(sequence), len(self.names(plane))), np.bool_)
@@ -199,11 +199,11 @@ class DiffBoard(Board):
         return found if found.any() else None
 
     def names(self, plane: str) -> Sequence[str]:
-        """The names of the rows of a plane."""
+        """Return the names of the rows of a plane."""
         return self._names if plane == LAYERS else self._pair[0].names(plane)
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """What does not fit together."""
+        """Return what does not fit together."""
         found = []
         for alone, other in zip(self._alone, reversed(self._titles()), strict=True):
             if alone:
@@ -232,7 +232,7 @@ class DiffBoard(Board):
         return found
 
     def _same(self, sequence: int) -> int:
-        """How many columns there are before the first that is not the same in both."""
+        """Return how many columns there are before the first that is not the same in both."""
         a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
         both = min(len(a), len(b))
         return next((at for at in range(both) if a[at] != b[at]), both)
@@ -251,7 +251,7 @@ class DiffBoard(Board):
         return {"layer": layers[found.most], "column": found.column}
 
     def headline(self, sequence: int) -> str:
-        """How many layers differ, and which most."""
+        """Return how many layers differ, and which most."""
         change = self._change(sequence)
         if change is None:
             return ""
@@ -266,7 +266,7 @@ class DiffBoard(Board):
         return next(each for each in self.metrics(sequence) if each.shown)
 
     def _change(self, sequence: int) -> tuple[BoardChange, list[str]] | None:
-        """What differs of the first metric, as far as the columns are the same, in which layers.
+        """Return how the first metric differs while the columns are the same, and in which layers.
 
         Only layers of which it was measured in both count: parameters have no activations.
         None: there are no values.
@@ -293,7 +293,7 @@ class DiffBoard(Board):
         return None if found is None else (found, both)
 
     def panels(self, sequence: int) -> Sequence[Panel]:
-        """The layers that are not in both."""
+        """Return the layers that are not in both."""
         rows = [
             [name, other]
             for alone, other in zip(self._alone, reversed(self._titles()), strict=True)

@@ -52,12 +52,12 @@ shows nothing then."""
 
 
 def bundle() -> str:
-    """The viewer as an ES module, built from `viewer/` in the repository."""
+    """Return the viewer as an ES module, built from `viewer/` in the repository."""
     return files("torchfmri._viewer").joinpath("static/viewer.js").read_text("utf-8")
 
 
 def served_page(title: str) -> str:
-    """The page that asks its server for everything."""
+    """Return the page that asks its server for everything."""
     start = (
         'import viewer from "./viewer.js";'
         'viewer.serve(document.getElementById("viewer"), location.pathname);'
@@ -71,7 +71,7 @@ def served_page(title: str) -> str:
 
 
 def whole_page(board: Board, sequence: int = 0) -> str:
-    """The page of one sequence as one file that needs nothing else.
+    """Return the page of one sequence as one file that needs nothing else.
 
     Args:
         board: What is shown.
@@ -115,7 +115,7 @@ def _hash(script: str) -> str:
 
 
 def _answers(desk: Desk, sequence: int) -> Iterator[tuple[str, Any]]:
-    """Every question that a page may put about a sequence, with its answer."""
+    """Yield every question that a page may put about a sequence, with its answer."""
 
     def put(name: str, **given: Any) -> tuple[str, Any]:
         texts = {key: str(value) for key, value in given.items()}
@@ -151,7 +151,7 @@ def _answers(desk: Desk, sequence: int) -> Iterator[tuple[str, Any]]:
 
 
 def _voxel_planes(desk: Desk, sequence: int, metrics: list[str]) -> list[str]:
-    """The layers whose voxels are part of the page: all of them, or none."""
+    """Return the layers whose voxels are part of the page: all of them, or none."""
     board = desk.board
     size = board.length(sequence) * sum(board.parts) * len(metrics) * 6
     if size > VOXEL_BYTES:

@@ -202,7 +202,7 @@ class View:
 
 
 def read_crosshair(board: Board, state: Mapping[str, Any]) -> Crosshair:
-    """The numbers of a board at the crosshair of a state.
+    """Return the numbers of a board at the crosshair of a state.
 
     Raises:
         InspectionError: The state has no crosshair.

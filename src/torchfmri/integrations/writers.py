@@ -68,12 +68,12 @@ class _Summary:
         self._defined: set[str] = set()
 
     def numbers(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
-        """The numbers of a step by name."""
+        """Return the numbers of a step by name."""
         kinds, details = _of_kinds(step, found), _details(step, found, self._fields)
         return {**dict(_of_step(step)), **kinds, **dict(details)}
 
     def pictures(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, Image]:
-        """Heat maps by name, where one is due at this step."""
+        """Return heat maps by name, if one is due at this step."""
         if not self._images:
             return {}
         self._history.append(
@@ -97,7 +97,7 @@ class _Summary:
         }
 
     def histograms(self, found: Mapping[Series, Statistics]) -> dict[Series, Statistics]:
-        """The statistics whose histogram is to be written."""
+        """Return the statistics whose histogram is to be written."""
         if not self._histograms:
             return {}
         return {
@@ -245,7 +245,7 @@ class TrackioWriter(_Summary):
 
 
 def _of_step(step: Step) -> Iterator[tuple[str, float]]:
-    """The numbers of the step itself; those that are not known are left out."""
+    """Yield the numbers of the step itself; those that are not known are left out."""
     if step.has_loss:  # also one that is NaN
         yield "torchfmri/loss", step.loss
     for name, value in {"seconds": step.seconds, **step.scalars}.items():
@@ -254,7 +254,7 @@ def _of_step(step: Step) -> Iterator[tuple[str, float]]:
 
 
 def _of_kinds(step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
-    """Of layers whose names differ only in numbers, the largest rms; of all, what is not finite."""
+    """Return the largest rms of each kind of layer, and how many values are not finite."""
     largest: dict[str, float] = {}
     bad: dict[str, float] = {}
     for (layer, what), statistics in found.items():
@@ -275,7 +275,7 @@ def _of_kinds(step: Step, found: Mapping[Series, Statistics]) -> dict[str, float
 def _details(
     step: Step, found: Mapping[Series, Statistics], fields: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
-    """Statistics of every layer; those that are not known are left out."""
+    """Yield statistics of every layer; those that are not known are left out."""
     if not fields:
         return
     for (layer, what), statistics in found.items():
@@ -298,7 +298,7 @@ def _field(statistics: Statistics, field: str) -> float:
 
 
 def _picture(history: History, what: str) -> Image:
-    """A heat map of layers over steps as pixels (height, width, 3)."""
+    """Return a heat map of layers over steps as pixels (height, width, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure: Any = history_plots.plot_history(history, "rms", what).figure
@@ -313,7 +313,7 @@ def _when(finding: Finding, step: int) -> str:
 
 
 def _alert(finding: Finding, step: int) -> dict[str, str]:
-    """Title and text of a finding, as the alerts of both dashboards take them."""
+    """Return title and text of a finding, as the alerts of both dashboards take them."""
     title = f"torchfmri: {finding.problem}, {_when(finding, step)}"
     return {"title": title, "text": _said(finding)}
 

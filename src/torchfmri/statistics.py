@@ -553,9 +553,7 @@ def _zeros(count: int, like: Statistics) -> Statistics:
         max=zero,
         zero=count,
         histogram=histogram,
-        positions=like.positions,
-        dtype=like.dtype,
-        note=like.note,
+        **{name: getattr(like, name) for name in ("positions", "dtype", "note")},
     )
 
 

@@ -55,13 +55,8 @@ class ContrastBoard(Board):
         self._rank = np.empty(len(contrast), np.int64)
         self._rank[contrast.ranked(None)] = np.arange(len(contrast))
         self._lay_out()
-        shades = {
-            "g": contrast.g,
-            "effect": contrast.effect,
-            "statistic": contrast.statistic,
-            "opacity": opacities(contrast),
-            "p": contrast.p,
-        }
+        shades = {name: getattr(contrast, name) for name in ("g", "effect", "statistic", "p")}
+        shades["opacity"] = opacities(contrast)
         self._shades = [
             {**shades, "q": each.q, "survives": each.survives.astype(np.float64)}
             for each in self._judged

@@ -37,26 +37,12 @@ def frame_of(contrast: Contrast) -> pandas.DataFrame:
     without = "Without it, contrast.peaks(None) gives the same rows."
     with from_extra("A DataFrame needs pandas", "tables", without):
         import pandas
-    head = contrast.columns.head
-    whole = contrast.columns.kind == "layer"
-    data: dict[str, Any] = {
-        "layer": contrast.columns.layer,
-        "module": contrast.columns.module,
-        "kind": contrast.columns.kind,
-        "head": pandas.array(head, "Int64"),
-        "unit": pandas.array(contrast.columns.start, "Int64"),
-        "label": contrast.columns.label,
-        "n": contrast.n_a + contrast.n_b,
-        "n_a": contrast.n_a,
-        "n_b": contrast.n_b,
-        **{name: getattr(contrast, name) for name in FLOATS},
-        "dof_num": contrast.dof_num,
-        "survives": contrast.survives,
-    }
-    table = pandas.DataFrame({name: data[name] for name in contrast.headings})
-    table.loc[head < 0, "head"] = pandas.NA
-    table.loc[whole, "unit"] = pandas.NA
-    return table
+    columns, own = contrast.columns, (*FLOATS, "n_a", "n_b", "dof_num", "survives")
+    data = {**vars(columns), **{name: getattr(contrast, name) for name in own}}
+    data["n"] = contrast.n_a + contrast.n_b
+    data["head"] = pandas.array(np.where(columns.head >= 0, columns.head, None), "Int64")
+    data["unit"] = pandas.array(np.where(columns.kind != "layer", columns.start, None), "Int64")
+    return pandas.DataFrame({name: data[name] for name in contrast.headings})
 
 
 def export_table(contrast: Contrast, target: Path) -> None:

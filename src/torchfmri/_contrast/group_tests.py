@@ -140,8 +140,8 @@ def welch(
         scale = weights[weights > 0].sum()
         spread = ((share / scale) ** 2 / found.count).sum(0)
         sizes = hedges(effect / scale, np.sqrt(pooled), inside.sum(0), spread, alpha, 1.94)
-    sides = (found.count[side].sum(0).astype(np.int64) for side in (weights > 0, weights < 0))
-    return outcome(*sides, effect, sizes, t, dof, partial(t_tail, two_sided=two_sided))
+    n_a, n_b = (found.count[side].sum(0).astype(np.int64) for side in (weights > 0, weights < 0))
+    return outcome(n_a, n_b, effect, sizes, t, dof, partial(t_tail, two_sided=two_sided))
 
 
 def paired(

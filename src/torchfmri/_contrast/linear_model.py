@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._contrast.comparison import TestOptions, threshold
+from torchfmri._contrast.comparison import JUDGED, TestOptions, threshold
 from torchfmri._contrast.distributions import Doubles
-from torchfmri._contrast.prompt_table import PromptColumns
+from torchfmri._contrast.prompt_table import MEASURED, PromptColumns
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.second_level import Level, Refit, fit
 from torchfmri._contrast.weights import Definition, read_terms, words
@@ -126,15 +126,9 @@ class GLM:
             conditions=kept,
             weights=np.stack([used[name] for name in kept], 1),
             test="GLM F" if len(weights) > 1 else "GLM t",
-            alpha=alpha,
-            height_control=height_control,
-            two_sided=two_sided,
-            metric=self.metric,
-            level=self.level,
-            tokens=self.tokens,
-            model=self.model,
+            **{name: getattr(options, name) for name in JUDGED},
+            **{name: getattr(self, name) for name in MEASURED},
             prompts=dict.fromkeys(kept, self.prompts),
-            columns=self.columns,
             q=q,
             survives=survives,
             dof_num=len(weights) if len(weights) > 1 else None,

@@ -118,9 +118,9 @@ def fit(level: Level, weights: Doubles, options: TestOptions) -> Tested:
     freedoms, spreads = np.full(len(t), dof), np.full(len(t), spread[0, 0])
     deviation = np.sqrt(variance)
     sizes = hedges(effects[0], deviation, freedoms, spreads, options.alpha, 0.0)
-    effect, sides = np.where(usable, effects[0], np.nan), (number, np.zeros_like(number))
+    effect, nobody = np.where(usable, effects[0], np.nan), np.zeros_like(number)
     tail = partial(t_tail, two_sided=options.two_sided)
-    return outcome(*sides, effect, sizes, t, dof, tail)
+    return outcome(number, nobody, effect, sizes, t, dof, tail)
 
 
 def _require_freedom(names: Sequence[str], design: Doubles) -> None:

@@ -151,7 +151,7 @@ class DiffBoard(Board):
         return told
 
     def _merged(self, one: str | None, other: str | None) -> str:
-        """Return two texts as one. `details.ts` and `strip.ts` take it apart; steps stay as they are."""
+        """Return two texts as one, which `details.ts` and `strip.ts` take apart; no steps."""
         if self.axis != "token" and None in (one, other):
             return one or other or ""
         return f" {' ≠ '.join('∅' if each is None else each.strip(' ') for each in (one, other))} "

@@ -62,12 +62,8 @@ def served_page(title: str) -> str:
         'import viewer from "./viewer.js";'
         'viewer.serve(document.getElementById("viewer"), location.pathname);'
     )
-    policy = (
-        f"default-src 'none'; script-src 'self' '{_hash(start)}'; style-src 'unsafe-inline'; "
-        "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'"
-    )
     content = f'<script type="module">{start}</script>'
-    return _filled(policy, title, content)
+    return _filled(title, content, start, "'self' ", "connect-src 'self'; ")
 
 
 def whole_page(board: Board, sequence: int = 0) -> str:
@@ -92,19 +88,19 @@ def whole_page(board: Board, sequence: int = 0) -> str:
         'torchfmriViewer.open(document.getElementById("viewer"), document.getElementById("data"));'
     )
     script = f"{code}\n{start}"
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
     content = (
         f'<script id="data" type="application/json">{data}</script>\n'
         f'<script type="module">{script}</script>'
     )
-    title = f"{board.about()['model']}: {board.kind}"
-    return _filled(policy, title, content)
+    return _filled(f"{board.about()['model']}: {board.kind}", content, script)
 
 
-def _filled(policy: str, title: str, content: str) -> str:
+def _filled(title: str, content: str, script: str, own: str = "", connect: str = "") -> str:
+    """Return the page; its policy allows this script, and what else is said of its own server."""
+    policy = (
+        f"default-src 'none'; script-src {own}'{_hash(script)}'; style-src 'unsafe-inline'; "
+        f"{connect}img-src {own}data: blob:; base-uri 'none'; form-action 'none'"
+    )
     return _TEMPLATE.format(
         policy=escape(policy), title=escape(title), unopened=_UNOPENED, content=content
     )

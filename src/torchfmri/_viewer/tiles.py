@@ -49,6 +49,9 @@ LINEAR = RANGED | {"activation", "surprisal", "entropy", "loss", "seconds"}
 """Metrics whose colours follow the value itself; those of others follow its logarithm."""
 NARROWEST = 0.2
 """The colours of a row span at least this share of its top: a byte tells little less apart."""
+_NUMBERS = ("columns", "rows", "levels", "signed", "logarithmic")
+_BY_ROW = ("scale", "limit", "tops", "lows")
+"""What the header of a plane says of the whole, and of each row."""
 
 Table = NDArray[np.floating[Any]]
 Mask = NDArray[np.bool_]
@@ -176,9 +179,10 @@ class Plane:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[str, float]]:
         """Return the top of each row, where its colours begin, and a scale common to all rows.
 
-        The top is the 99.5th percentile of |value|, the next lower of them, as in the pictures: of a short text the largest does
-        not count, for its first token is often a hundred times as loud as any other. Of two or
-        three values the largest does count, because nothing else would tell them apart.
+        The top is the 99.5th percentile of |value|, the next lower of them, as in the pictures: the
+        largest value of a short text does not count, for its first token is often a hundred times
+        as loud as any other. Of two or three values the largest does count, because nothing else
+        would tell them apart.
         """
         every = -(-self.columns // SAMPLED) or 1
         sample = np.abs(np.asarray(self.values[::every], np.float32).T)
@@ -203,15 +207,8 @@ class Plane:
     def header(self) -> dict[str, Any]:
         """Return what a page needs to decode and to colour the tiles."""
         return {
-            "columns": self.columns,
-            "rows": self.rows,
-            "levels": self.levels,
-            "signed": self.signed,
-            "logarithmic": self.logarithmic,
-            "scale": self.scale.tolist(),
-            "limit": self.limit.tolist(),
-            "tops": self.tops.astype(np.float32).tolist(),
-            "lows": self.lows.astype(np.float32).tolist(),
+            **{name: getattr(self, name) for name in _NUMBERS},
+            **{name: getattr(self, name).astype(np.float32).tolist() for name in _BY_ROW},
             "nonfinite": self.nonfinite.tolist(),
             "missing": self.missing.tolist(),
             **self.middle,

@@ -20,6 +20,8 @@ from torchfmri.cli.options import CommandOptions, Result
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import save_figure
 
+_SAME = ("level", "alpha", "test", "permutations", "seed")
+"""Options that `contrast` calls by the same names."""
 _WORDS = ("all", "prompt", "generated", "last", "prompt_last")
 _TOKENS = (
     f"{', '.join(_WORDS)}, a position, FIRST:END, field:NAME, role:NAME, chars:FIRST:END or "
@@ -94,15 +96,11 @@ def _compare(options: Namespace) -> Contrast:
     metric = options.metric or ("signed" if options.level == "unit" else "activation")
     settings: dict[str, Any] = {
         "metric": metric,
-        "level": options.level,
+        **{name: getattr(options, name) for name in _SAME},
         "layers": options.layers or "*",
         "tokens": read_tokens(options.tokens),
-        "alpha": options.alpha,
         "height_control": None if options.height_control == "none" else options.height_control,
         "two_sided": not options.one_sided,
-        "test": options.test,
-        "permutations": options.permutations,
-        "seed": options.seed,
     }
     scan = load(options.scan)
     if options.with_scan is not None:

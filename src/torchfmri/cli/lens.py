@@ -14,6 +14,8 @@ from torchfmri._scan import attribute_inputs, attribute_logit, lens
 from torchfmri.cli.options import CommandOptions, Result, dtype_of
 from torchfmri.visualization import save_figure
 
+_LOGIT = ("token", "against", "position", "logit", "residual")
+
 
 def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri lens`."""
@@ -42,11 +44,7 @@ def run(options: Namespace) -> Result:
     data: dict[str, Any] = {
         "lens": found.to_dict(),
         "logit": {
-            "token": parts.token,
-            "against": parts.against,
-            "position": parts.position,
-            "logit": parts.logit,
-            "residual": parts.residual,
+            **{name: getattr(parts, name) for name in _LOGIT},
             "parts": dict(zip(parts.names, parts.values.tolist(), strict=True)),
             "notes": list(parts.notes),
         },

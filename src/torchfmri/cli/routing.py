@@ -22,6 +22,14 @@ from torchfmri.routing.experiment import (
 )
 
 MADE = "made"
+_SIZES = {
+    "steps": "training steps of a run",
+    "batch": "sequences per step",
+    "hidden_size": "size of the residual stream",
+    "blocks": "transformer blocks",
+    "heads": "attention heads",
+}
+"""Options with the names of fields of a `RunPlan`."""
 
 
 def add_arguments(parser: CommandOptions) -> None:
@@ -43,14 +51,8 @@ def add_arguments(parser: CommandOptions) -> None:
     )
     text = f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some"
     parser.text("--puzzles", text, "FOLDER")
-    for name, meaning in (
-        ("steps", "training steps of a run"),
-        ("batch", "sequences per step"),
-        ("hidden-size", "size of the residual stream"),
-        ("blocks", "transformer blocks"),
-        ("heads", "attention heads"),
-    ):
-        parser.number(f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
+    for name, meaning in _SIZES.items():
+        parser.number(f"--{name.replace('_', '-')}", getattr(plan, name), meaning)
     parser.argument(
         "--device", default="cpu", help="device to train on, such as cuda (default: cpu)"
     )
@@ -63,16 +65,8 @@ def add_arguments(parser: CommandOptions) -> None:
 
 def run(options: Namespace) -> Result:
     """Train what is missing, and return the result as data, as text, and as an exit code."""
-    plan = RunPlan(
-        "",
-        steps=options.steps,
-        batch=options.batch,
-        hidden_size=options.hidden_size,
-        blocks=options.blocks,
-        heads=options.heads,
-        lengths=tuple(options.lengths),
-        puzzles=_puzzles(options),
-    )
+    sizes = {name: getattr(options, name) for name in _SIZES}
+    plan = RunPlan("", lengths=tuple(options.lengths), puzzles=_puzzles(options), **sizes)
     experiment = Experiment(
         plan=plan,
         variants=tuple(dict.fromkeys(options.signal or VARIANTS)),

@@ -41,6 +41,7 @@ from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
 _DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--strict")
+_MEASURED = ("voxel", "loss", "tensors", "verify", "attention", "lens", "experts", "heads")
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
 
 
@@ -105,19 +106,10 @@ def run(options: Namespace) -> Result:
     """Scan, and return the result as data, as text, and as an exit code."""
     # Before the model is loaded: what is wrong, or would be ignored, is said at once.
     _check_options(options)
-    measured = ScanOptions(
-        None if options.per == "none" else options.per,
-        options.layers or "*",
-        options.voxel,
-        options.loss,
-        options.tensors,
-        verify=options.verify,
-        vectors=_vectors(options.vectors),
-        attention=options.attention,
-        lens=options.lens,
-        experts=options.experts,
-        heads=options.heads,
-    )
+    per = None if options.per == "none" else options.per
+    same: dict[str, Any] = {name: getattr(options, name) for name in _MEASURED}
+    vectors = _vectors(options.vectors)
+    measured = ScanOptions(per, options.layers or "*", vectors=vectors, **same)
     rows = None
     if options.dataset is not None:
         label = "condition" if options.condition_field is None else options.condition_field
@@ -237,13 +229,12 @@ def summary(scan: Scan) -> dict[str, Any]:
         "generated": int(sequence.tokens.generated.sum()),
         "checks": dict(sequence.checks),
         "meta": dict(scan.meta),
-        "medians": {
-            metric: dict(zip(scan.layers, medians.tolist(), strict=True))
-            for metric, (medians, _) in found.items()
-        },
-        "positions": {
-            metric: dict(zip(scan.layers, counts.tolist(), strict=True))
-            for metric, (_, counts) in found.items()
+        **{
+            name: {
+                metric: dict(zip(scan.layers, both[at].tolist(), strict=True))
+                for metric, both in found.items()
+            }
+            for at, name in enumerate(("medians", "positions"))
         },
     }
 

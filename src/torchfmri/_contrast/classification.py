@@ -265,7 +265,7 @@ def _rows(found: list[tuple[Any, ...]], null: Doubles) -> tuple[LayerAccuracy, .
     seen = null[:, :1] - 1e-9
     p = (null >= seen).mean(1)
     p_max = (null.max(0)[None] >= seen).mean(1)
-    numbers = {
+    numbers = {  # in the order of the fields
         "accuracy": null[:, 0],
         "null_mean": null[:, 1:].mean(1),
         "null_high": np.quantile(null[:, 1:], 0.95, axis=1),
@@ -274,6 +274,6 @@ def _rows(found: list[tuple[Any, ...]], null: Doubles) -> tuple[LayerAccuracy, .
         "q": adjust_fdr(p),
     }
     return tuple(
-        LayerAccuracy(*place, **{name: float(each[row]) for name, each in numbers.items()})
+        LayerAccuracy._make([*place, *(float(each[row]) for each in numbers.values())])
         for row, place in enumerate(found)
     )

@@ -40,8 +40,8 @@ def frame_of(contrast: Contrast) -> pandas.DataFrame:
     columns, own = contrast.columns, (*FLOATS, "n_a", "n_b", "dof_num", "survives")
     data = {**vars(columns), **{name: getattr(contrast, name) for name in own}}
     data["n"] = contrast.n_a + contrast.n_b
-    data["head"] = pandas.array(np.where(columns.head >= 0, columns.head, None), "Int64")
-    data["unit"] = pandas.array(np.where(columns.kind != "layer", columns.start, None), "Int64")
+    data["head"] = pandas.Series(columns.head, dtype="Int64").where(columns.head >= 0)
+    data["unit"] = pandas.Series(columns.start, dtype="Int64").where(columns.kind != "layer")
     return pandas.DataFrame({name: data[name] for name in contrast.headings})
 
 

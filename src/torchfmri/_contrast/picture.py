@@ -64,7 +64,8 @@ class _Cells(NamedTuple):
     survives: NDArray[np.bool_]
 
     def rows(self, which: slice) -> _Cells:
-        return _Cells(*(each[which] for each in self))
+        there, values, sizes, survives = self
+        return _Cells(there[which], values[which], sizes[which], survives[which])
 
 
 def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:

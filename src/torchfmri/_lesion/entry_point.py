@@ -176,6 +176,10 @@ def _assemble(
     labels: tuple[str, ...],
 ) -> LesionMap:
     asked = questions[: len(done)]
+    texts: dict[str, Any] = {f"{name}s": tuple(getattr(q, name) for q in asked) for name in _ASKED}
+    measured: dict[str, Any] = {
+        name: np.stack([getattr(each, name) for each in done]) for name in Measured._fields
+    }
     metric = questions[0].metric
     blocks = [-1 if each.place.block is None else each.place.block for each in targets]
     return LesionMap(
@@ -183,10 +187,10 @@ def _assemble(
         kinds=tuple(each.kind for each in targets),
         blocks=np.array(blocks, dtype=np.int64),
         columns=np.array([each.column for each in targets], dtype=np.int64),
-        **{f"{name}s": tuple(getattr(each, name) for each in asked) for name in _ASKED},
+        **texts,
         metric=metric if isinstance(metric, str) else getattr(metric, "__name__", "metric"),
         edit=edit,
-        **{name: np.stack([getattr(each, name) for each in done]) for name in Measured._fields},
+        **measured,
         key=key,
         labels=labels,
         masked=bool(questions[0].masks),

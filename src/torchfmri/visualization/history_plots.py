@@ -135,7 +135,7 @@ def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, 
         ax.scatter(np.asarray(steps)[marks[1]], marks[0], **look)
     _label_layers(ax, names)
     ax.set_xlim(edges[0], edges[-1])
-    beside = {"pad": 0.015, "fraction": 0.05, "aspect": 30}
+    beside: dict[str, Any] = {"pad": 0.015, "fraction": 0.05, "aspect": 30}
     draw_colour_bar(ax, mesh, field + _scale_name(norm), **beside)
     if ax.get_legend_handles_labels()[0]:
         spaces = {"borderaxespad": 0.2, "handletextpad": 0.3}

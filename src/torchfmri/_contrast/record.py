@@ -21,6 +21,7 @@ from torchfmri._arguments import check_file, check_number
 from torchfmri._contrast.calibration import Calibration
 from torchfmri._contrast.contrast_table import (
     FLOATS,
+    Peak,
     export_table,
     finite_or_none,
     frame_of,
@@ -28,7 +29,6 @@ from torchfmri._contrast.contrast_table import (
 )
 from torchfmri._contrast.direction import Direction
 from torchfmri._contrast.distributions import Doubles
-from torchfmri._contrast.peak import Peak
 from torchfmri._contrast.picture import plot_map
 from torchfmri._contrast.prompt_table import PromptColumns
 from torchfmri._contrast.report import ContrastReport

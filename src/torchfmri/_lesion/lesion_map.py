@@ -378,7 +378,8 @@ class LesionMap:
         axes |= {"labels": "n"} if found.labels else {}
         for name, form in axes.items():
             value: Any = getattr(found, name)
-            if getattr(value, "shape", (len(value),)) != tuple(sizes[axis] for axis in form):
+            shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
+            if shape != tuple(sizes[axis] for axis in form):
                 told = tuple(sizes.values())
                 raise FileFormatError(str(place), f"its tables have other sizes than {told}")
         return found

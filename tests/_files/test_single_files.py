@@ -77,7 +77,7 @@ def test_every_list_of_a_lesion_map_has_its_length(name: str, tmp_path: Path) ->
         LesionMap.load(path)
 
 
-@pytest.mark.parametrize("value", [3, [[0]], [], None, [0, [1]]])
+@pytest.mark.parametrize("value", [3, [[0]], [], None, [0, [1]] * 9])
 @pytest.mark.parametrize("name", ["names", "prompts", "blocks", "intact", "lesioned"])
 def test_a_field_of_a_lesion_map_that_is_no_such_list_is_refused(
     name: str, value: object, tmp_path: Path

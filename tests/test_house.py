@@ -230,17 +230,17 @@ CEILINGS = Sizes(
     longest_file=760,
     files_over_400=20,
     longest_function=97,
-    functions_over_50=36,
+    functions_over_50=35,
     most_arguments=19,
     long_records=0,
-    laid_by_hand=90,
+    laid_by_hand=88,
     repeated_class_names=0,
     one_line_docstrings=0,
 )
 PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 
 
-FEWEST_COMMENTS = 0.0139  # lines with a comment, of all lines; may only rise
+FEWEST_COMMENTS = 0.0142  # lines with a comment, of all lines; may only rise
 
 
 def long_records(sources: dict[Path, str]) -> list[str]:

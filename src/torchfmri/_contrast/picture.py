@@ -7,7 +7,7 @@ of them survives, and the title says how many it stands for: a picture must not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -123,11 +123,16 @@ def _bands(contrast: Contrast) -> tuple[list[_Band], list[_Band], int]:
     inside = []
     for kind, blocks in kinds.items():
         label = kind.removeprefix(f"{prefix}*.").removeprefix(prefix) if prefix else kind
-        found = np.full((max(map(len, blocks.values())), depth), -1, np.int64)
-        for number, places in blocks.items():
-            found[: len(places), number] = places
-        inside.append(_Band("block" if label == "*" else label, found))
+        inside.append(_Band("block" if label == "*" else label, square(blocks, depth)))
     return inside, outside, depth
+
+
+def square(places: Mapping[int, Sequence[int]], columns: int) -> NDArray[np.int64]:
+    """Return the places of each column below each other, (row, column), -1 for none."""
+    found = np.full((max(map(len, places.values())), columns), -1, np.int64)
+    for column, own in places.items():
+        found[: len(own), column] = own
+    return found
 
 
 def _lines(places: Sequence[int]) -> NDArray[np.int64]:

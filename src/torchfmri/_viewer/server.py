@@ -17,7 +17,6 @@ import threading
 import webbrowser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from torchfmri._arguments import check_number, require
@@ -177,10 +176,7 @@ class View:
     def __enter__(self) -> View:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torchfmri._arguments import check_flag
 from torchfmri._monitor import Monitor, Writer, check_options, check_writer
+from torchfmri.exceptions import FindingWarning
 from torchfmri.integrations.writers import TensorBoardWriter, TrackioWriter, WandbWriter
 
 
@@ -44,6 +46,13 @@ class Follower:
         found = [write for run in open_runs if (write := writer_for(run)) is not None]
         for write in self._writers or found:
             monitor.add_writer(write)
+
+    def _warn(self) -> None:
+        """Warn of what the monitor found since it was last asked; remarks are left out."""
+        for finding in self.monitor.new_findings() if self.monitor is not None else ():
+            if finding.severity != "inform":
+                said = f"torchfmri: {finding.text} {finding.advice}"
+                warnings.warn(said, FindingWarning, stacklevel=3)
 
 
 def writer_for(run: Any) -> Writer | None:

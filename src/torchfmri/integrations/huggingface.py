@@ -16,7 +16,6 @@ from torch import nn
 from torchfmri._monitor import Monitor, MonitoredStep, Writer
 from torchfmri.exceptions import InspectionError, NonFiniteWarning
 from torchfmri.integrations.dashboards import Follower, trainer_runs
-from torchfmri.integrations.findings import first_nonfinite_step, warn_of_findings
 
 try:
     from transformers import TrainerCallback
@@ -71,14 +70,13 @@ class MonitorCallback(Follower, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the step that the optimizer has just taken, and warn of findings."""
         self._leave(finished=True)
-        if self.monitor is not None:
-            warn_of_findings(self.monitor)
+        self._warn()
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warn once if the Trainer's log hides a loss that is not finite."""
         if self._warned or self.monitor is None or not args.logging_nan_inf_filter:
             return
-        step = first_nonfinite_step(self.monitor)
+        step = _first_nonfinite_step(self.monitor)
         if step is not None:
             self._warned = True
             warnings.warn(
@@ -105,6 +103,18 @@ class MonitorCallback(Follower, TrainerCallback):
             step.__exit__(_LeftEarly, left, None)
         except _LeftEarly:
             return
+
+
+def _first_nonfinite_step(monitor: Monitor) -> int | None:
+    """Return the first step whose loss or gradients were not finite; None if there is none."""
+    held = [step.number for step in monitor.history if "nonfinite" in step.scalars]
+    found = [
+        each.step
+        for finding in monitor.findings
+        for each in (finding, *finding.consequences)
+        if each.problem.startswith("nonfinite") and each.step is not None
+    ]
+    return min([*held, *found], default=None)
 
 
 class _LeftEarly(Exception):  # noqa: N818 (no error: it never leaves this file)

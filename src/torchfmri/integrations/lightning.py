@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchfmri._monitor import Monitor
 from torchfmri.integrations.dashboards import Follower, lightning_runs
-from torchfmri.integrations.findings import warn_of_findings
 
 try:
     from lightning.pytorch import Callback
@@ -68,8 +67,7 @@ class MonitorCallback(Follower, Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Say what was found."""
-        if self.monitor is not None:
-            warn_of_findings(self.monitor)
+        self._warn()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach."""

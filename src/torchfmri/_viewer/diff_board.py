@@ -7,7 +7,7 @@ that nothing differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -164,12 +164,9 @@ class DiffBoard(Board):
         if plane != LAYERS:
             return tables[1] - tables[0]
         result = np.full((self.length(sequence), len(self._names)), np.nan, np.float32)
-        places = [{name: at for at, name in enumerate(each.layers)} for each in self._pair]
-        target = {name: at for at, name in enumerate(self._names)}
-        result[:, [target[name] for name in self._both]] = (
-            tables[1][:, [places[1][name] for name in self._both]]
-            - tables[0][:, [places[0][name] for name in self._both]]
-        )
+        pairs = zip(tables, self._pair, strict=True)
+        first, second = (table[:, _places(each.layers, self._both)] for table, each in pairs)
+        result[:, _places(self._names, self._both)] = second - first
         return result
 
     def _curves(self, sequence: int) -> Table:
@@ -184,16 +181,14 @@ class DiffBoard(Board):
         """Return what is not in both."""
         if plane == TRACKS:
             return np.isnan(self.values(sequence, metric, plane))
-        found = np.zeros((self.length(sequence), len(self.names(plane))), np.bool_)
-        target = {name: at for at, name in enumerate(self.names(plane))}
+        names = self.names(plane)
+        found = np.zeros((self.length(sequence), len(names)), np.bool_)
         for board in self._pair:
-            absent = board.missing(sequence, metric, plane)
-            own = [target[name] for name in board.names(plane)]
-            length = board.length(sequence)
+            absent, length = board.missing(sequence, metric, plane), board.length(sequence)
+            own = _places(names, board.names(plane))
             found[length:] = True
             if plane == LAYERS:
-                alone = set(target).difference(board.layers)
-                found[:, [at for name, at in target.items() if name in alone]] = True
+                found[:, _places(names, set(names).difference(board.layers))] = True
             if absent is not None:
                 found[:length, own] |= absent[:length]
         return found if found.any() else None
@@ -276,19 +271,17 @@ class DiffBoard(Board):
         name = self._metric(sequence).name
         end = self._same(sequence) or min(each.length(sequence) for each in self._pair)
         absent = self.missing(sequence, name, LAYERS)
-        place = {each: at for at, each in enumerate(self._names)}
-        both = [
-            each for each in self._both if absent is None or not absent[:end, place[each]].all()
-        ]
+        both = self._both
+        if absent is not None:
+            nowhere = absent[:end].all(0)[_places(self._names, both)]
+            both = [each for each, lost in zip(both, nowhere, strict=True) if not lost]
         if not both:
             return None
         first, second = (
-            np.asarray(board.values(sequence, name, LAYERS))[
-                :end, [board.layers.index(each) for each in both]
-            ]
+            np.asarray(board.values(sequence, name, LAYERS))[:end, _places(board.layers, both)]
             for board in self._pair
         )
-        kept = None if absent is None else absent[:end, [place[each] for each in both]]
+        kept = None if absent is None else absent[:end, _places(self._names, both)]
         found = find_change(first, second, kept)
         return None if found is None else (found, both)
 
@@ -314,3 +307,9 @@ class DiffBoard(Board):
             return table
         rest = np.full((missing, table.shape[1]), np.nan, np.float32)
         return np.concatenate([np.asarray(table, np.float32), rest])
+
+
+def _places(names: Sequence[str], wanted: Iterable[str]) -> list[int]:
+    """Return where each of the wanted names stands among the names."""
+    place = {name: at for at, name in enumerate(names)}
+    return [place[each] for each in wanted]

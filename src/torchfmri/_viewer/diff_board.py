@@ -273,8 +273,8 @@ class DiffBoard(Board):
         absent = self.missing(sequence, name, LAYERS)
         both = self._both
         if absent is not None:
-            nowhere = absent[:end].all(0)[_places(self._names, both)]
-            both = [each for each, lost in zip(both, nowhere, strict=True) if not lost]
+            known = ~absent[:end, _places(self._names, both)]
+            both = [each for each, seen in zip(both, known.T, strict=True) if seen.any()]
         if not both:
             return None
         first, second = (

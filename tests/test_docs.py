@@ -42,7 +42,7 @@ def test_subcommand_is_documented(name: str) -> None:
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
 def test_option_of_subcommand_is_documented(command: cli.Command) -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    command.add_arguments(cli.CommandOptions(parser))
     options = [option for action in parser._actions for option in action.option_strings]
     absent = [
         option

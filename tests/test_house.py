@@ -230,10 +230,10 @@ CEILINGS = Sizes(
     longest_file=760,
     files_over_400=20,
     longest_function=97,
-    functions_over_50=36,
+    functions_over_50=35,
     most_arguments=19,
     long_records=0,
-    laid_by_hand=89,
+    laid_by_hand=88,
     repeated_class_names=0,
     one_line_docstrings=0,
 )

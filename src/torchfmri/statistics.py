@@ -357,8 +357,22 @@ def calculate_statistics(
     _require_values(tensor)
     shape = None if tensor.is_nested else tuple(tensor.shape)
     try:
-        values, positions = _select(tensor.detach(), mask)
-        return _reduce(values, histogram, positions, _name(tensor.dtype), shape)
+        selected, positions = _select(tensor.detach(), mask)
+        values = read_values(selected)
+        found = _kernels.reduce_values(values.flat, histogram=histogram)
+        if values.repeat > 1:
+            found = found.repeat(values.repeat)
+        result = statistics_of_reduction(
+            found,
+            dtype=_name(tensor.dtype),
+            shape=shape,
+            grid=_take_grid(values.flat, found, values.repeat),
+            positions=positions,
+            note=values.note,
+        )
+        if values.implicit_zeros:
+            return replace(result.merge(_zeros(values.implicit_zeros, result)), shape=shape)
+        return result
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise _unreadable(tensor, error) from error
 
@@ -497,27 +511,6 @@ def _select(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[int, int
     return tensor[counted], (number, counted.numel())
 
 
-def _reduce(
-    tensor: Tensor,
-    histogram: bool,
-    positions: tuple[int, int] | None,
-    dtype: str,
-    shape: tuple[int, ...] | None,
-) -> Statistics:
-    """Return the statistics of all values of a detached tensor."""
-    values = read_values(tensor)
-    found = _kernels.reduce_values(values.flat, histogram=histogram)
-    if values.repeat > 1:
-        found = found.repeat(values.repeat)
-    grid = _take_grid(values.flat, found, values.repeat)
-    result = statistics_of_reduction(
-        found, dtype=dtype, shape=shape, grid=grid, positions=positions, note=values.note
-    )
-    if values.implicit_zeros:
-        return replace(result.merge(_zeros(values.implicit_zeros, result)), shape=shape)
-    return result
-
-
 def _take_grid(flat: Tensor, found: Reduction, repeat: int) -> CodeGrid | None:
     """Return a grid of the values where one bin of the histogram holds too much of the mass."""
     if found.histogram is None or found.low >= found.high:
@@ -560,9 +553,7 @@ def _zeros(count: int, like: Statistics) -> Statistics:
         max=zero,
         zero=count,
         histogram=histogram,
-        positions=like.positions,
-        dtype=like.dtype,
-        note=like.note,
+        **{name: getattr(like, name) for name in ("positions", "dtype", "note")},
     )
 
 

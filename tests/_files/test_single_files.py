@@ -77,6 +77,19 @@ def test_every_list_of_a_lesion_map_has_its_length(name: str, tmp_path: Path) ->
         LesionMap.load(path)
 
 
+@pytest.mark.parametrize("value", [3, [[0]], [], None, [0, [1]] * 9])
+@pytest.mark.parametrize("name", ["names", "prompts", "blocks", "intact", "lesioned"])
+def test_a_field_of_a_lesion_map_that_is_no_such_list_is_refused(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    files.make_lesions(tmp_path / "x")
+    path = tmp_path / "x" / "lesions.json"
+    record = {**unseal(path.read_bytes(), "lesions"), name: value}
+    path.write_bytes(seal(record, "lesions"))
+    with pytest.raises(FileFormatError, match="its tables"):
+        LesionMap.load(path)
+
+
 def test_steps_are_neither_lost_nor_doubled_without_a_word(tmp_path: Path) -> None:
     files.make_history(tmp_path / "x")
     whole = files.read_history(tmp_path / "x")

@@ -119,3 +119,21 @@ def test_the_title_fits_into_the_picture() -> None:
         (title,) = [each for each in (ax.title, ax._left_title) if each.get_text()]
         assert title.get_text().replace("\n", " ") == found.title
         assert title.get_window_extent().x1 <= ax.figure.bbox.x1
+
+
+@pytest.mark.parametrize("option", ["token", "against", "baseline"])
+@pytest.mark.parametrize("wrong", [-1, 67])
+def test_a_token_out_of_range_is_refused_before_the_model_runs(option: str, wrong: int) -> None:
+    model, passes = SINGLE["llama"].build(), []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    known = {"token": 3, "against": 4, "baseline": 5}
+    torchfmri.attribute_inputs(model, None, tokens(batch=1), **known, steps=1)  # type: ignore[arg-type]
+    assert passes, "the control: passes are seen"
+    passes.clear()
+    with pytest.raises(InspectionError, match=rf"{wrong}\b.*0 to 66"):
+        torchfmri.attribute_inputs(model, None, tokens(batch=1), **{**known, option: wrong})  # type: ignore[arg-type]
+    assert not passes
+    if option != "baseline":
+        with pytest.raises(InspectionError, match=rf"Token id {wrong} .*0 to 66"):
+            torchfmri.attribute_logit(model, None, tokens(batch=1), **{option: wrong})  # type: ignore[arg-type]
+        assert not passes

@@ -21,6 +21,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
 
 
+def slow(case: Any) -> Any:
+    """A way to compile that differs little from one of the fast tier."""
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 class Compiler:
     """A backend that counts what it compiles, and runs the graph as it is."""
 
@@ -180,7 +185,7 @@ def compile_forward(model: Any, backend: Any) -> None:
     model.forward = torch.compile(model.forward, backend=backend)
 
 
-@pytest.mark.parametrize("how", [compile_in_place, compile_forward])
+@pytest.mark.parametrize("how", [compile_in_place, slow(compile_forward)])
 def test_a_model_that_the_user_compiled_stays_compiled(how: Any) -> None:
     """With the cache that grows, for which torch compiles a second graph of changing shapes."""
     model, backend = build("llama"), Compiler()
@@ -242,7 +247,7 @@ PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 @needs("torch", "2.13", "it compiles more often")
 @pytest.mark.parametrize(
-    "how", [compile_blocks, compile_forwards, compile_wrapped, compile_one_part]
+    "how", [compile_blocks, slow(compile_forwards), slow(compile_wrapped), compile_one_part]
 )
 def test_blocks_that_the_user_compiled_stay_compiled(how: Any) -> None:
     model, backend = build("llama"), Compiler()
@@ -269,7 +274,7 @@ def test_blocks_that_the_user_compiled_stay_compiled(how: Any) -> None:
     assert len(backend.graphs) == compiled
 
 
-@pytest.mark.parametrize("how", [compile_blocks, compile_forwards, compile_wrapped])
+@pytest.mark.parametrize("how", [slow(compile_blocks), slow(compile_forwards), compile_wrapped])
 def test_compiled_blocks_are_put_back_after_an_error(how: Any) -> None:
     model, backend = build("llama"), Compiler()
     how(model, backend)
@@ -318,7 +323,7 @@ def test_alike_blocks_are_compiled_once() -> None:
     assert len(backend.graphs) == 1
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "deepseek-v3", "qwen3-moe"])
+@pytest.mark.parametrize("architecture", [slow("gpt2"), slow("deepseek-v3"), "qwen3-moe"])
 def test_compiled_parts_of_other_models(architecture: str) -> None:
     model, backend = build(architecture), Compiler()
     expected = torchfmri.scan(model, None, prompts()[:2], STEPS, per=None, **PLAIN)
@@ -366,7 +371,7 @@ def test_a_forward_that_was_compiled_in_place_of_the_class_s_own_is_the_one_that
     assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("how", [compile_in_place, compile_blocks])
+@pytest.mark.parametrize("how", [slow(compile_in_place), compile_blocks])
 def test_a_compiled_model_that_was_scanned_can_be_freed(how: Any) -> None:
     model = build("llama")
     how(model, Compiler())

@@ -10,8 +10,12 @@ from torchfmri._records import Finding, alarm
 from torchfmri._records.history import History
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import (
+    Band,
+    Brain,
     LesionPicture,
     PatchPicture,
+    TokenTrack,
+    draw_brain,
     draw_lesions,
     draw_patches,
     plot_attention,
@@ -114,6 +118,32 @@ def test_a_lens_writes_the_words_in_its_cells(metric: str) -> None:
     ax = plot_lens([[1, 2], [3, 4]], words, ["h.0", "h.1"], ["x", "y"], metric=metric)
     assert sorted(text.get_text() for text in ax.texts) == ["a", "b", "c", "d"]
     assert [each.get_text() for each in ax.get_yticklabels()] == ["after h 0", "after h 1"]
+
+
+def brain(bands: int) -> Brain:
+    """A picture of so many layers, each a band of its own."""
+    nothing = np.zeros(3, bool)
+    tokens = TokenTrack(["a", "b", "c"], np.zeros(3), nothing, nothing)
+    return Brain(
+        bands=[Band(f"layers.{row}.mlp", [row]) for row in range(bands)],
+        values=np.ones((bands, 3)),
+        tokens=tokens,
+        metric="activation",
+        normalise="layer",
+        title="layers",
+        most_inches=1.0,
+    )
+
+
+def test_names_without_room_are_listed_below_the_picture() -> None:
+    ax = draw_brain(Figure().add_subplot(), brain(40))
+    shown = {label.get_text() for label in ax.get_yticklabels()}
+    left_out = [each.label for each in brain(40).bands if each.label not in shown]
+    words = " ".join(ax.get_xlabel().split())
+    assert shown
+    assert f"no room for the names of {left_out[0]}, {left_out[1]} and {len(left_out) - 2}" in words
+    assert "torchfmri.view names every row" in words
+    assert "no room" not in draw_brain(Figure().add_subplot(), brain(4)).get_xlabel()
 
 
 def test_words_above_axes_are_never_mathematics() -> None:

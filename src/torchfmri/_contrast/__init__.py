@@ -12,11 +12,11 @@ from torchfmri._contrast.calibration import Calibration
 from torchfmri._contrast.classification import Classification, LayerAccuracy, classify
 from torchfmri._contrast.comparison import TestOptions, compare
 from torchfmri._contrast.contrast_board import ContrastBoard
+from torchfmri._contrast.contrast_table import Peak
 from torchfmri._contrast.direction import Direction
 from torchfmri._contrast.distributions import t_quantile, t_tail
 from torchfmri._contrast.linear_model import GLM, first_level
 from torchfmri._contrast.loading import load_contrast
-from torchfmri._contrast.peak import Peak
 from torchfmri._contrast.prompt_table import PromptColumns, PromptTable
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.report import ContrastReport

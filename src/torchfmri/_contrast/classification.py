@@ -265,18 +265,15 @@ def _rows(found: list[tuple[Any, ...]], null: Doubles) -> tuple[LayerAccuracy, .
     seen = null[:, :1] - 1e-9
     p = (null >= seen).mean(1)
     p_max = (null.max(0)[None] >= seen).mean(1)
-    q = adjust_fdr(p)
+    numbers = {  # in the order of the fields
+        "accuracy": null[:, 0],
+        "null_mean": null[:, 1:].mean(1),
+        "null_high": np.quantile(null[:, 1:], 0.95, axis=1),
+        "p": p,
+        "p_max": p_max,
+        "q": adjust_fdr(p),
+    }
     return tuple(
-        LayerAccuracy(
-            layer=layer,
-            features=features,
-            width=width,
-            accuracy=float(null[row, 0]),
-            null_mean=float(null[row, 1:].mean()),
-            null_high=float(np.quantile(null[row, 1:], 0.95)),
-            p=float(p[row]),
-            p_max=float(p_max[row]),
-            q=float(q[row]),
-        )
-        for row, (layer, features, width) in enumerate(found)
+        LayerAccuracy._make([*place, *(float(each[row]) for each in numbers.values())])
+        for row, place in enumerate(found)
     )

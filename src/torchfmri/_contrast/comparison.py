@@ -29,7 +29,7 @@ from torchfmri._contrast.permutations import (
     relabel,
     welch_statistic,
 )
-from torchfmri._contrast.prompt_table import PromptTable, blocks
+from torchfmri._contrast.prompt_table import MEASURED, PromptTable, blocks
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.remarks import remarks_of
 from torchfmri._contrast.weights import Definition, read_weights, words
@@ -37,6 +37,8 @@ from torchfmri._text import listed
 from torchfmri.exceptions import InspectionError
 
 TESTS = ("t", "permutation")
+JUDGED = ("alpha", "height_control", "two_sided")
+"""The options that a contrast keeps."""
 _PERMUTATIONS = 1_000
 
 
@@ -115,18 +117,12 @@ def compare(
         conditions=tuple(conditions),
         weights=weights,
         test=trial.name,
-        alpha=options.alpha,
-        height_control=options.height_control,
-        two_sided=options.two_sided,
-        metric=table.metric,
-        level=table.level,
-        tokens=table.tokens,
-        model=table.model,
+        **{name: getattr(options, name) for name in JUDGED},
+        **{name: getattr(table, name) for name in MEASURED},
         prompts={
             condition: tuple(np.array(table.names, object)[table.groups.astype(str) == condition])
             for condition in conditions
         },
-        columns=table.columns,
         **vars(replace(tested, p=p)),
         dof_num=trial.dof_num,
         q=q,

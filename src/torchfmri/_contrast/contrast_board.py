@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._contrast.comparison import TestOptions, threshold
-from torchfmri._contrast.picture import block_number, opacities
+from torchfmri._contrast.picture import block_number, opacities, square
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.remarks import WARNINGS
 from torchfmri._contrast.thresholds import count_sentence, outline_meaning, threshold_title
@@ -55,13 +55,8 @@ class ContrastBoard(Board):
         self._rank = np.empty(len(contrast), np.int64)
         self._rank[contrast.ranked(None)] = np.arange(len(contrast))
         self._lay_out()
-        shades = {
-            "g": contrast.g,
-            "effect": contrast.effect,
-            "statistic": contrast.statistic,
-            "opacity": opacities(contrast),
-            "p": contrast.p,
-        }
+        shades = {name: getattr(contrast, name) for name in ("g", "effect", "statistic", "p")}
+        shades["opacity"] = opacities(contrast)
         self._shades = [
             {**shades, "q": each.q, "survives": each.survives.astype(np.float64)}
             for each in self._judged
@@ -95,7 +90,7 @@ class ContrastBoard(Board):
             rows.setdefault(row, {}).setdefault(place, []).append(index)
         self._rows = list(rows)
         # (part, block) of each row: the places in the contrast's arrays, -1 for none.
-        self._places = {row: _square(places, len(self._pieces)) for row, places in rows.items()}
+        self._places = {row: square(places, len(self._pieces)) for row, places in rows.items()}
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -381,12 +376,4 @@ def _is_corrected(contrast: Contrast) -> bool:
 def _at(shade: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the values at places; nan where there is none."""
     found: NDArray[np.float64] = np.where(places >= 0, shade[places], np.nan)
-    return found
-
-
-def _square(places: dict[int, list[int]], columns: int) -> NDArray[np.int64]:
-    """Return (part, column) places, -1 for none."""
-    found = np.full((max(map(len, places.values())), columns), -1, np.int64)
-    for column, own in places.items():
-        found[: len(own), column] = own
     return found

@@ -1,20 +1,20 @@
 """The table of a contrast: as a DataFrame, as a file, and as text for terminals and pages.
 
 The methods of `Contrast` call these functions. All three tables have the columns of
-`Contrast.headings`, which are public. In JSON, None stands for what is not finite, because JSON has
-no NaN. Which columns the text shows may change freely.
+`Contrast.headings`. `Peak`, one row, is public, and its fields are the headings of CSV, Parquet and
+JSON exports: new ones go to the end, none may be renamed. In JSON, None stands for what is not
+finite, because JSON has no NaN. Which columns the text shows may change freely.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from torchfmri._arguments import from_extra
-from torchfmri._contrast.peak import Peak
 from torchfmri._files import new_file
 from torchfmri._text import Column, Grid, number_text, probability_text
 from torchfmri.exceptions import InspectionError
@@ -28,6 +28,59 @@ FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "f", "dof", "p", "q")
 """The columns of the table that are numbers with a fraction."""
 
 
+class Peak(NamedTuple):
+    """One row of the table of a contrast.
+
+    Attributes:
+        layer: Its layer.
+        module: The type of the layer's module.
+        kind: "layer", "units", "head", "expert", "unit" or "feature".
+        head: The number of the head or expert; None for others.
+        unit: The first unit; the number of a feature; None for a layer.
+        n: Prompts in all.
+        n_a: Prompts on the positive side; None for an F-test and a linear model, without sides.
+        n_b: Prompts on the negative side; None for the same tests.
+        effect: The difference of the means, in the units of the metric.
+        g: Hedges g; nan for an F-test.
+        ci_low: Where its interval begins.
+        ci_high: Where it ends.
+        t: The statistic of a t-test; nan for an F-test.
+        f: The statistic of an F-test; nan for a t-test.
+        dof_num: The degrees of freedom of its numerator; None for a t-test.
+        dof: The degrees of freedom of t; of F, those of the denominator.
+        p: The p-value.
+        q: The p-value adjusted as `height_control` says.
+        survives: Whether q is at most alpha.
+        label: The text that the user gave for a feature; "" for all else.
+
+    Examples:
+        >>> import torchfmri
+        >>> torchfmri.Peak._fields[:5]
+        ('layer', 'module', 'kind', 'head', 'unit')
+    """
+
+    layer: str
+    module: str
+    kind: str
+    head: int | None
+    unit: int | None
+    n: int
+    n_a: int | None
+    n_b: int | None
+    effect: float
+    g: float
+    ci_low: float
+    ci_high: float
+    t: float
+    f: float
+    dof_num: int | None
+    dof: float
+    p: float
+    q: float
+    survives: bool
+    label: str = ""
+
+
 def frame_of(contrast: Contrast) -> pandas.DataFrame:
     """Return the whole table as a frame; see `Contrast.to_dataframe`.
 
@@ -37,26 +90,12 @@ def frame_of(contrast: Contrast) -> pandas.DataFrame:
     without = "Without it, contrast.peaks(None) gives the same rows."
     with from_extra("A DataFrame needs pandas", "tables", without):
         import pandas
-    head = contrast.columns.head
-    whole = contrast.columns.kind == "layer"
-    data: dict[str, Any] = {
-        "layer": contrast.columns.layer,
-        "module": contrast.columns.module,
-        "kind": contrast.columns.kind,
-        "head": pandas.array(head, "Int64"),
-        "unit": pandas.array(contrast.columns.start, "Int64"),
-        "label": contrast.columns.label,
-        "n": contrast.n_a + contrast.n_b,
-        "n_a": contrast.n_a,
-        "n_b": contrast.n_b,
-        **{name: getattr(contrast, name) for name in FLOATS},
-        "dof_num": contrast.dof_num,
-        "survives": contrast.survives,
-    }
-    table = pandas.DataFrame({name: data[name] for name in contrast.headings})
-    table.loc[head < 0, "head"] = pandas.NA
-    table.loc[whole, "unit"] = pandas.NA
-    return table
+    columns, own = contrast.columns, (*FLOATS, "n_a", "n_b", "dof_num", "survives")
+    data = {**vars(columns), **{name: getattr(contrast, name) for name in own}}
+    data["n"] = contrast.n_a + contrast.n_b
+    data["head"] = pandas.Series(columns.head, dtype="Int64").where(columns.head >= 0)
+    data["unit"] = pandas.Series(columns.start, dtype="Int64").where(columns.kind != "layer")
+    return pandas.DataFrame({name: data[name] for name in contrast.headings})
 
 
 def export_table(contrast: Contrast, target: Path) -> None:

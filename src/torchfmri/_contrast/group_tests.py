@@ -10,7 +10,9 @@ Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -137,19 +139,9 @@ def welch(
         pooled = (inside * found.variance).sum(0) / inside.sum(0)
         scale = weights[weights > 0].sum()
         spread = ((share / scale) ** 2 / found.count).sum(0)
-        g, low, high = hedges(effect / scale, np.sqrt(pooled), inside.sum(0), spread, alpha, 1.94)
-    usable = ~np.isnan(t)
-    return Tested(
-        n_a=found.count[weights > 0].sum(0).astype(np.int64),
-        n_b=found.count[weights < 0].sum(0).astype(np.int64),
-        effect=effect,
-        g=g,
-        ci_low=low,
-        ci_high=high,
-        statistic=t,
-        dof=np.where(usable, dof, np.nan),
-        p=t_tail(t, np.where(usable, dof, np.nan), two_sided=two_sided),
-    )
+        sizes = hedges(effect / scale, np.sqrt(pooled), inside.sum(0), spread, alpha, 1.94)
+    n_a, n_b = (found.count[side].sum(0).astype(np.int64) for side in (weights > 0, weights < 0))
+    return outcome(n_a, n_b, effect, sizes, t, dof, partial(t_tail, two_sided=two_sided))
 
 
 def paired(
@@ -172,21 +164,37 @@ def paired(
     count, mean, variance = found.count[0], found.mean[0], found.variance[0]
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(variance > 0, mean / np.sqrt(variance / count), np.nan)
-        dof = np.where(np.isnan(t), np.nan, count - 1)
         # The variance of g over n pairs is 1/n + g^2 / 2n: dof - (-1) is n.
-        g, low, high = hedges(mean, np.sqrt(variance), count - 1, 1 / count, alpha, -1.0)
+        sizes = hedges(mean, np.sqrt(variance), count - 1, 1 / count, alpha, -1.0)
     number = count.astype(np.int64)
-    return Tested(
-        n_a=number,
-        n_b=number,
-        effect=mean,
-        g=g,
-        ci_low=low,
-        ci_high=high,
-        statistic=t,
-        dof=dof,
-        p=t_tail(t, dof, two_sided=two_sided),
-    )
+    tail = partial(t_tail, two_sided=two_sided)
+    return outcome(number, number, mean, sizes, t, count - 1, tail)
+
+
+def outcome(
+    n_a: NDArray[np.int64],
+    n_b: NDArray[np.int64],
+    effect: Doubles,
+    sizes: Sequence[Doubles],
+    statistic: Doubles,
+    dof: ArrayLike,
+    tail: Callable[[Doubles, Doubles], Doubles],
+) -> Tested:
+    """Return the outcome of a test; where there is no statistic, there are no dof and no p.
+
+    Args:
+        n_a: As in `Tested`.
+        n_b: As in `Tested`.
+        effect: As in `Tested`.
+        sizes: g, and the ends of its interval.
+        statistic: As in `Tested`.
+        dof: Its degrees of freedom.
+        tail: Returns p for a statistic and its degrees of freedom.
+    """
+    freedom = np.where(np.isnan(statistic), np.nan, dof)
+    rest = dict(zip(("g", "ci_low", "ci_high"), sizes, strict=True))
+    rest |= {"effect": effect, "statistic": statistic, "dof": freedom}
+    return Tested(n_a=n_a, n_b=n_b, p=tail(statistic, freedom), **rest)
 
 
 def f_test(
@@ -222,18 +230,12 @@ def tested_by_f(
     number: NDArray[np.int64], effect: Doubles, f: Doubles, dof_num: int, dof: ArrayLike
 ) -> Tested:
     """Return the outcome of an F-test, which has no second side and no g; p follows from f."""
-    nothing, below = np.full(len(f), np.nan), np.where(np.isnan(f), np.nan, dof)
-    return Tested(
-        n_a=number,
-        n_b=np.zeros_like(number),
-        effect=effect,
-        g=nothing,
-        ci_low=nothing,
-        ci_high=nothing,
-        statistic=f,
-        dof=below,
-        p=f_tail(f, float(dof_num), below),
-    )
+    nothing = np.full(len(f), np.nan)
+
+    def tail(values: Doubles, below: Doubles) -> Doubles:
+        return f_tail(values, float(dof_num), below)
+
+    return outcome(number, np.zeros_like(number), effect, [nothing] * 3, f, dof, tail)
 
 
 def _explained(contrasts: Doubles, found: Moments) -> Doubles:

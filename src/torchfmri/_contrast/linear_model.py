@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._contrast.comparison import TestOptions, threshold
+from torchfmri._contrast.comparison import JUDGED, TestOptions, threshold
 from torchfmri._contrast.distributions import Doubles
-from torchfmri._contrast.prompt_table import PromptColumns
+from torchfmri._contrast.prompt_table import MEASURED, PromptColumns
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.second_level import Level, Refit, fit
 from torchfmri._contrast.weights import Definition, read_terms, words
@@ -26,7 +26,7 @@ from torchfmri._model import nearest_names
 from torchfmri._text import Column as TextColumn
 from torchfmri._text import Grid, plural
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import axes_or_new, escape
+from torchfmri.visualization import axes_or_new, draw_cells, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,15 +126,9 @@ class GLM:
             conditions=kept,
             weights=np.stack([used[name] for name in kept], 1),
             test="GLM F" if len(weights) > 1 else "GLM t",
-            alpha=alpha,
-            height_control=height_control,
-            two_sided=two_sided,
-            metric=self.metric,
-            level=self.level,
-            tokens=self.tokens,
-            model=self.model,
+            **{name: getattr(options, name) for name in JUDGED},
+            **{name: getattr(self, name) for name in MEASURED},
             prompts=dict.fromkeys(kept, self.prompts),
-            columns=self.columns,
             q=q,
             survives=survives,
             dof_num=len(weights) if len(weights) > 1 else None,
@@ -197,8 +191,7 @@ class GLM:
         design, names, _, row = self._matrix(prompt)
         size = np.abs(design).max(0, initial=0.0)
         ax = axes_or_new(ax, 1.2 + 0.6 * design.shape[1], 4.5)
-        look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "PuOr_r"}
-        ax.imshow(design / np.where(size > 0, size, 1.0), vmin=-1, vmax=1, **look)
+        draw_cells(ax, design / np.where(size > 0, size, 1.0), "PuOr_r", vmin=-1, vmax=1)
         labels = [escape(each) for each in names]
         ax.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize=8)
         ax.set_ylabel(row)

@@ -7,7 +7,7 @@ of them survives, and the title says how many it stands for: a picture must not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._text import layer_label, shorten, star
-from torchfmri.visualization import axes_or_new, escape, write_above
+from torchfmri.visualization import axes_or_new, draw_colour_bar, escape, write_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,8 @@ def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:
     ax.tick_params(axis="x", labelsize=7.5, bottom=bool(inside), labelbottom=bool(inside))
     ax.set_xlabel("block" if inside else "", fontsize=8)
     ax.spines[:].set_visible(False)
-    _draw_bar(ax, label, scale)
+    ends = "max" if contrast.is_f else "both"
+    draw_colour_bar(ax, scale, label, pad=0.015, fraction=0.035, aspect=30, extend=ends)
     most = max((_pooled(band.places) for band in (*inside, *outside)), default=1)
     pooled = f"; a cell shows the strongest of up to {most} {contrast.level}s" * (most > 1)
     _write(ax, contrast, wide, pooled)
@@ -122,11 +123,16 @@ def _bands(contrast: Contrast) -> tuple[list[_Band], list[_Band], int]:
     inside = []
     for kind, blocks in kinds.items():
         label = kind.removeprefix(f"{prefix}*.").removeprefix(prefix) if prefix else kind
-        found = np.full((max(map(len, blocks.values())), depth), -1, np.int64)
-        for number, places in blocks.items():
-            found[: len(places), number] = places
-        inside.append(_Band("block" if label == "*" else label, found))
+        inside.append(_Band("block" if label == "*" else label, square(blocks, depth)))
     return inside, outside, depth
+
+
+def square(places: Mapping[int, Sequence[int]], columns: int) -> NDArray[np.int64]:
+    """Return the places of each column below each other, (row, column), -1 for none."""
+    found = np.full((max(map(len, places.values())), columns), -1, np.int64)
+    for column, own in places.items():
+        found[: len(own), column] = own
+    return found
 
 
 def _lines(places: Sequence[int]) -> NDArray[np.int64]:
@@ -252,24 +258,12 @@ def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], wide:
     high = (span[1] - span[0]) / len(kept)
     across = np.argwhere(framed[1:, 1:-1] != framed[:-1, 1:-1])
     down = np.argwhere(framed[1:-1, 1:] != framed[1:-1, :-1])
-    lines = [
-        [(x * wide - 0.5, span[0] + y * high), ((x + 1) * wide - 0.5, span[0] + y * high)]
-        for y, x in across
-    ] + [
-        [(x * wide - 0.5, span[0] + y * high), (x * wide - 0.5, span[0] + (y + 1) * high)]
-        for y, x in down
-    ]
+    corner, cell = np.array([span[0], -0.5]), np.array([high, wide])  # y before x
+    ends = [np.stack([at, at + step], 1) for at, step in ((across, (0, 1)), (down, (1, 0)))]
+    lines = (corner + cell * np.concatenate(ends))[..., ::-1]
     thick = min(0.9, 72 * high / 4)  # in points: a line must leave its cell to be seen
     drawn = LineCollection(lines, colors="black", linewidths=thick, zorder=3, clip_on=False)
     ax.add_collection(drawn)
-
-
-def _draw_bar(ax: Axes, label: str, scale: ScalarMappable) -> None:
-    extend = "max" if scale.norm.vmin == 0 else "both"
-    bar = ax.figure.colorbar(scale, ax=ax, pad=0.015, fraction=0.035, aspect=30, extend=extend)
-    bar.set_label(escape(label), fontsize=7.5)
-    bar.ax.tick_params(labelsize=7, length=2)
-    bar.outline.set_visible(False)
 
 
 def _write(ax: Axes, contrast: Contrast, wide: float, pooled: str) -> None:

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 VectorReader = Callable[[Mapping[int, int], int], Mapping[str, NDArray[np.float64]]]
 """From {place of a prompt: its group} and the number of groups to {layer: (k, w)}, the means of the
 prompts' mean vectors; it raises if there are none."""
+MEASURED = ("metric", "level", "tokens", "model", "columns")
+"""What a contrast says of what was measured, as its table or its linear model has it."""
 BLOCK_BYTES = 32 << 20
 """How much of a table is worked on at once."""
 

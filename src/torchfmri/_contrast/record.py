@@ -21,6 +21,7 @@ from torchfmri._arguments import check_file, check_number
 from torchfmri._contrast.calibration import Calibration
 from torchfmri._contrast.contrast_table import (
     FLOATS,
+    Peak,
     export_table,
     finite_or_none,
     frame_of,
@@ -28,7 +29,6 @@ from torchfmri._contrast.contrast_table import (
 )
 from torchfmri._contrast.direction import Direction
 from torchfmri._contrast.distributions import Doubles
-from torchfmri._contrast.peak import Peak
 from torchfmri._contrast.picture import plot_map
 from torchfmri._contrast.prompt_table import PromptColumns
 from torchfmri._contrast.report import ContrastReport
@@ -344,27 +344,23 @@ class Contrast:
                 uncorrected.
         """
         check_number("draws", draws, 1, "how many relabellings, such as 200")
-        if np.isnan(self.p).all() or self.height_control is None:
-            raise InspectionError(
-                "There is nothing to calibrate: this contrast has "
-                + (
-                    "no p-values. Compare at least two prompts of each condition."
-                    if np.isnan(self.p).all()
-                    else "no threshold. Choose height_control='fdr'."
-                )
+        tests, why = int((~np.isnan(self.p)).sum()), ""
+        if not tests:
+            why = "this contrast has no p-values. Compare at least two prompts of each condition."
+        elif self.height_control is None:
+            why = "this contrast has no threshold. Choose height_control='fdr'."
+        elif self.trial is None:
+            why = (
+                "this contrast was loaded from a file, and the prompts' own values are in the "
+                "scan. Compute it from there."
             )
-        if self.trial is None:
-            raise InspectionError(
-                "There is nothing to calibrate: this contrast was loaded from a file, and the "
-                "prompts' own values are in the scan. Compute it from there."
+        elif self.height_control == "fpr" and tests > 1:
+            why = (
+                f"height_control='fpr' bounds the error of each of {tests:,} tests, so some find "
+                "something in almost every relabelling. Choose 'fdr', 'bonferroni' or 'max'."
             )
-        tests = int((~np.isnan(self.p)).sum())
-        if self.height_control == "fpr" and tests > 1:
-            raise InspectionError(
-                f"There is nothing to calibrate: height_control='fpr' bounds the error of each of "
-                f"{tests:,} tests, so some find something in almost every relabelling. Choose "
-                "'fdr', 'bonferroni' or 'max'."
-            )
+        if why or self.trial is None:
+            raise InspectionError(f"There is nothing to calibrate: {why}")
         path = f"{self.test} by {self.level}, {self.height_control}"
         found = self.trial.calibrate(draws, seed)
         calibration = Calibration(path=path, draws=draws, found=found, alpha=self.alpha)

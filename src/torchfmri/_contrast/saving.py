@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._files import FileColumn, new_file, seal, write_tensors
+from torchfmri._files import TAGS, FileColumn, new_file, seal, write_tensors
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -43,15 +43,12 @@ def write_contrast(contrast: Contrast, path: Path) -> None:
     }
     kinds = sorted(set(columns.kind.tolist()))
     tensors: dict[str, NDArray[Any]] = {
-        **{name: getattr(contrast, name).astype("<f8") for name in FLOATS},
-        "weights": contrast.weights.astype("<f8"),
-        "n_a": contrast.n_a.astype("<i8"),
-        "n_b": contrast.n_b.astype("<i8"),
+        **{name: getattr(contrast, name).astype("<f8") for name in (*FLOATS, "weights")},
+        **{name: getattr(contrast, name).astype("<i8") for name in ("n_a", "n_b")},
         "survives": contrast.survives.astype("?"),
         "column/layer": np.array([place[each] for each in columns.layer], "<i8"),
         "column/kind": np.array([kinds.index(each) for each in columns.kind], "<i8"),
-        "column/start": columns.start.astype("<i8"),
-        "column/count": columns.count.astype("<i8"),
+        **{f"column/{name}": getattr(columns, name).astype("<i8") for name in ("start", "count")},
     }
     if contrast.p_max is not None:
         tensors["p_max"] = contrast.p_max.astype("<f8")
@@ -66,15 +63,11 @@ def write_contrast(contrast: Contrast, path: Path) -> None:
     record |= {"layers": layers, "modules": modules, "kinds": kinds}
     if columns.label is not None:
         record["labels"] = [str(each) for each in columns.label]
-    tags = {"f": "F64", "i": "I64", "b": "BOOL"}
     parts = {
-        name: FileColumn(tags[each.dtype.kind], [np.ascontiguousarray(each)])
+        name: FileColumn(TAGS[each.dtype], [np.ascontiguousarray(each)])
         for name, each in tensors.items()
     }
-    header = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "record": seal(record, "The contrast").decode(),
-    }
+    sealed = seal(record, "The contrast").decode()
+    header = {"format": FORMAT, "version": str(VERSION), "record": sealed}
     with new_file(path) as new:
         write_tensors(new, parts, header)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from torchfmri._contrast.comparison import TestOptions, threshold
 from torchfmri._contrast.distributions import Doubles, t_tail
-from torchfmri._contrast.group_tests import Tested, hedges, tested_by_f
+from torchfmri._contrast.group_tests import Tested, hedges, outcome, tested_by_f
 from torchfmri.exceptions import InspectionError
 
 
@@ -116,19 +117,10 @@ def fit(level: Level, weights: Doubles, options: TestOptions) -> Tested:
     t = effects[0] / np.sqrt(variance * spread[0, 0])
     freedoms, spreads = np.full(len(t), dof), np.full(len(t), spread[0, 0])
     deviation = np.sqrt(variance)
-    g, low, high = hedges(effects[0], deviation, freedoms, spreads, options.alpha, 0.0)
-    freedom = np.where(np.isnan(variance), np.nan, dof)
-    return Tested(
-        n_a=number,
-        n_b=np.zeros_like(number),
-        effect=np.where(usable, effects[0], np.nan),
-        g=g,
-        ci_low=low,
-        ci_high=high,
-        statistic=t,
-        dof=freedom,
-        p=t_tail(t, freedom, two_sided=options.two_sided),
-    )
+    sizes = hedges(effects[0], deviation, freedoms, spreads, options.alpha, 0.0)
+    effect, nobody = np.where(usable, effects[0], np.nan), np.zeros_like(number)
+    tail = partial(t_tail, two_sided=options.two_sided)
+    return outcome(number, nobody, effect, sizes, t, dof, tail)
 
 
 def _require_freedom(names: Sequence[str], design: Doubles) -> None:

@@ -115,7 +115,7 @@ class Edit:
         Args:
             values: Values of the layer over many tokens, (..., w), or an `Inspection` with them.
         """
-        return Edit(kind="mean", values=_donor("values", values))
+        return Edit(kind="mean", values=_donor(values))
 
     @staticmethod
     def resample(values: Any, seed: int = 0) -> Edit:
@@ -129,7 +129,7 @@ class Edit:
             seed: The seed of the draw.
         """
         check_number("seed", seed, 0, "give a number from 0 upwards")
-        return Edit(kind="resample", values=_donor("values", values), seed=seed)
+        return Edit(kind="resample", values=_donor(values), seed=seed)
 
     @staticmethod
     def function(act: Callable[[Tensor], Tensor]) -> Edit:
@@ -303,10 +303,11 @@ def _finite(name: str, value: Any) -> Tensor:
     return tensor
 
 
-def _donor(name: str, values: Any) -> Any:
+def _donor(values: Any) -> Any:
     if isinstance(values, Tensor):
         is_full = values.ndim > 0 and values.numel() > 0
-        require(is_full, name, tuple(values.shape), "give values of the layer, (..., w)")
-        return _finite(name, values)
-    require(isinstance(values, Mapping), name, values, "give a tensor (..., w) or an Inspection")
+        require(is_full, "values", tuple(values.shape), "give values of the layer, (..., w)")
+        return _finite("values", values)
+    meaning = "give a tensor (..., w) or an Inspection"
+    require(isinstance(values, Mapping), "values", values, meaning)
     return values

@@ -18,6 +18,6 @@ from torchfmri._lens.features import (
 from torchfmri._lens.input_attribution import METHODS, InputAttribution, attribute_embeddings
 from torchfmri._lens.lens import Translate, read_lens, read_stream
 from torchfmri._lens.lens_record import Lens
-from torchfmri._lens.logit_attribution import LogitAttribution, attribute
+from torchfmri._lens.logit_attribution import LogitAttribution, attribute, refuse_unknown_tokens
 from torchfmri._lens.stream import only_stack, run_stream
 from torchfmri._lens.unembedding import find_unembedding

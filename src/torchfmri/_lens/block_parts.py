@@ -55,42 +55,41 @@ def wanted_layers(blocks: list[Block]) -> tuple[list[str], list[str]]:
 
 
 def block_parts(
-    stream: Stream, block: Block, row: int, position: int, heads: bool
+    stream: Stream, block: Block, position: int, heads: bool
 ) -> tuple[list[BlockPart], list[str]]:
     """Return what a block added to the stream at one token, and what could not be told apart.
 
     Args:
         stream: Run with `wanted_layers`.
         block: The block.
-        row: The number of the sequence.
         position: The position of the token.
         heads: Whether attention is given head by head, if that is possible.
     """
     before, after = (
-        stream.states[index][row, position].double() for index in (block.index, block.index + 1)
+        stream.states[index][0, position].double() for index in (block.index, block.index + 1)
     )
     tolerance = tolerance_of(stream.states[0].dtype)
     added = after - before
-    split = _split(stream, block, row, position, added, tolerance)
+    split = _split(stream, block, position, added, tolerance)
     name = f"L{block.index}"
     if split is None:
         reason = f"{name}: no two of its layers add up to what it adds, so it is one part"
         return [BlockPart(name, "block", block.index, added)], [reason]
     (attention, factor), mlp = split
-    whole = factor * _row(stream.outputs[attention], stream, row, position)
+    whole = factor * _row(stream.outputs[attention], stream, position)
     parts = [BlockPart(f"{name}.attn", "attention", block.index, whole)]
     notes: list[str] = []
     if heads:
         try:
-            parts = list(_heads(stream, block, row, position, attention, factor, tolerance))
+            parts = list(_heads(stream, block, position, attention, factor, tolerance))
         except InspectionError as error:
             notes.append(f"{name}.attn is one part: {error}")
-    vector = factor * _row(stream.outputs[mlp], stream, row, position)
+    vector = factor * _row(stream.outputs[mlp], stream, position)
     return [*parts, BlockPart(f"{name}.mlp", "mlp", block.index, vector)], notes
 
 
 def _split(
-    stream: Stream, block: Block, row: int, position: int, added: Tensor, tolerance: float
+    stream: Stream, block: Block, position: int, added: Tensor, tolerance: float
 ) -> tuple[tuple[str, float], str] | None:
     """Return the layers that add up to what the block adds: attention with a factor, and MLP.
 
@@ -102,7 +101,7 @@ def _split(
         name: found
         for name in names
         if name in stream.outputs
-        and (found := _row(stream.outputs[name], stream, row, position)).shape == added.shape
+        and (found := _row(stream.outputs[name], stream, position)).shape == added.shape
     }
     factor = getattr(block.config, "residual_multiplier", 1.0)  # Granite
     factors = {1.0, float(factor)} if isinstance(factor, (int, float)) else {1.0}
@@ -124,7 +123,6 @@ def _split(
 def _heads(
     stream: Stream,
     block: Block,
-    row: int,
     position: int,
     attention: str,
     factor: float,
@@ -133,7 +131,7 @@ def _heads(
     """Yield what each head adds, and the bias of the output projection if it has one."""
     inner = block.output_projection()
     name, module, heads = block.full(inner), block.inside[inner], block.heads()
-    z = _row(stream.inputs[name], stream, row, position)
+    z = _row(stream.inputs[name], stream, position)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or z.numel() % heads:
         raise InspectionError(f"{name!r} has no matrix whose columns {heads} heads divide")
@@ -147,8 +145,8 @@ def _heads(
     own = torch.einsum("ohd,hd->ho", by_head, z.reshape(heads, size))
     bias = getattr(module, "bias", None)
     offset = torch.zeros_like(own[0]) if bias is None else bias.detach().double()
-    output = _row(stream.outputs[name], stream, row, position)
-    added = _row(stream.outputs[attention], stream, row, position)
+    output = _row(stream.outputs[name], stream, position)
+    added = _row(stream.outputs[attention], stream, position)
     apart = float((own.sum(0) + offset - output).abs().max() / output.abs().max())
     if not apart <= tolerance:
         raise InspectionError(f"its heads are {apart:.2g} away from the output of {name!r}")
@@ -160,7 +158,7 @@ def _heads(
                 f"{attention!r} returns something other than its projection {name!r}, such as an "
                 "edited value"
             )
-        frozen = freeze_norm(attention, norm, stream.outputs[name][row, position])
+        frozen = freeze_norm(attention, norm, stream.outputs[name][0, position])
         own, offset = frozen(own), frozen(offset) + frozen.bias
     index = block.index
     for head, vector in enumerate(own):
@@ -169,11 +167,11 @@ def _heads(
         yield BlockPart(f"L{index}.attn.bias", "bias", index, factor * offset)
 
 
-def _row(tensor: Tensor, stream: Stream, row: int, position: int) -> Tensor:
+def _row(tensor: Tensor, stream: Stream, position: int) -> Tensor:
     """Return the units of one token, in float64; some layers have all tokens in a row."""
     b, s, _ = stream.states[0].shape
     if tensor.ndim >= 3 and tensor.shape[:2] == (b, s):
-        return tensor[row, position].flatten().double()
+        return tensor[0, position].flatten().double()
     if tensor.ndim == 2 and len(tensor) == b * s:
-        return tensor[row * s + position].double()
+        return tensor[position].double()
     return torch.empty(0, dtype=torch.float64, device="cpu")

@@ -128,6 +128,7 @@ def attribute_embeddings(
         baseline: "zero", "mean" (of all embeddings), or the token that every token is put in for.
     """
     embedding = _embedding(model)
+    _check_baseline(embedding, baseline)
     real: list[Tensor] = []
     with torch.no_grad(), _hooked(embedding, lambda output: real.append(output.detach().clone())):
         logit = float(score(call(1))[0])
@@ -162,7 +163,20 @@ def _baseline(embedding: nn.Module, vectors: Tensor, baseline: str | int) -> Ten
     """Return the vectors (1, s, width) that stand for a prompt that says nothing."""
     if baseline == "zero":
         return torch.zeros_like(vectors)
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    tokens = range(len(weight)) if baseline == "mean" else [baseline]
+    ids = torch.tensor(tokens, device=weight.device)
+    # Through the layer itself, which may scale what is in its table (Gemma).
+    with torch.no_grad():
+        found: Tensor = embedding(ids)
+    return found.double().mean(0).to(vectors.dtype).expand_as(vectors).clone()
+
+
+def _check_baseline(embedding: nn.Module, baseline: str | int) -> None:
+    """Raise for a baseline that the embedding has no vector for, before the model runs."""
     weight = getattr(embedding, "weight", None)
+    if baseline == "zero":
+        return
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise InspectionError(
             f"baseline={baseline!r}: {type(embedding).__name__} has no table of embeddings. Use "
@@ -170,14 +184,8 @@ def _baseline(embedding: nn.Module, vectors: Tensor, baseline: str | int) -> Ten
         )
     if baseline != "mean" and not (isinstance(baseline, int) and 0 <= baseline < len(weight)):
         raise InspectionError(
-            f"baseline={baseline!r}: give 'mean', 'zero', or a token (of {len(weight)})."
+            f"baseline={baseline!r}: give 'mean', 'zero', or a token, 0 to {len(weight) - 1}."
         )
-    tokens = range(len(weight)) if baseline == "mean" else [baseline]
-    ids = torch.tensor(tokens, device=weight.device)
-    # Through the layer itself, which may scale what is in its table (Gemma).
-    with torch.no_grad():
-        found: Tensor = embedding(ids)
-    return found.double().mean(0).to(vectors.dtype).expand_as(vectors).clone()
 
 
 def _embedding(model: nn.Module) -> nn.Module:

@@ -20,6 +20,8 @@ from torchfmri._lens.unembedding import Unembedding, find_unembedding
 
 # (stream (b, s, width), number of the block) -> the stream to read: a tuned lens.
 Translate = Callable[[Tensor, int], Tensor]
+_READ = ("rank", "probability", "entropy", "top", "top_probability")
+"""What is read at each position, in the order of the functions below."""
 _CHUNK_BYTES = 256 << 20
 """How many bytes of logits are held at once."""
 
@@ -106,24 +108,15 @@ def read_stream(
     known = ids if mask is None else ids.masked_fill(mask == 0, -1)
     following = torch.cat([known[:, ahead:], torch.full_like(ids[:, :ahead], -1)], 1)
     parts = [_read(state, unembedding, following, top) for state in stream.states]
-    rank, probability, entropy, best, best_probability = (
-        torch.stack(each) for each in zip(*parts, strict=True)
-    )
-    return LensReading(
-        names=stream.names,
-        rank=rank,
-        probability=probability,
-        entropy=entropy,
-        top=best,
-        top_probability=best_probability,
-        unembedding=unembedding,
-    )
+    several = map(torch.stack, zip(*parts, strict=True))
+    read: dict[str, Any] = dict(zip(_READ, several, strict=True))
+    return LensReading(names=stream.names, unembedding=unembedding, **read)
 
 
 def _read(
     state: Tensor, unembedding: Unembedding, following: Tensor, top: int
 ) -> tuple[Tensor, ...]:
-    """Return rank, probability, entropy, top and top_probability of one layer."""
+    """Return what `_READ` names, of one layer."""
     parts, first, rows = [], 0, 1
     while first < state.shape[1]:
         logits = unembedding.logits(state[:, first : first + rows])
@@ -140,7 +133,7 @@ def entropy_of(logs: Tensor) -> Tensor:
 
 
 def _describe(logits: Tensor, following: Tensor, top: int) -> tuple[Tensor, ...]:
-    """Return rank, probability, entropy, top and top_probability of some positions."""
+    """Return what `_READ` names, of some positions."""
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     logs = wide.log_softmax(-1)
     came = following >= 0

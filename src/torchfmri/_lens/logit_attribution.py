@@ -36,6 +36,16 @@ def title_of(token: str, against: str | None, position: int) -> str:
     return f"logit of {token!r}{less} at position {position}"
 
 
+def refuse_unknown_tokens(count: int, *tokens: int | None) -> None:
+    """Raise for a token without a logit, of a head that has `count` of them."""
+    for each in tokens:
+        if each is not None and not 0 <= each < count:
+            raise InspectionError(
+                f"Token id {each} is not in the vocabulary of the head. Give one of 0 to "
+                f"{count - 1}."
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class LogitAttribution:
     """What the parts of a model add to one logit, or to the difference of two.
@@ -203,7 +213,7 @@ def _parts(stream: Stream, position: int, heads: bool) -> tuple[list[BlockPart],
     parts = [BlockPart("embedding", "embedding", None, stream.states[0][0, position].double())]
     notes: list[str] = []
     for block in stream.blocks:
-        found, reasons = block_parts(stream, block, 0, position, heads)
+        found, reasons = block_parts(stream, block, position, heads)
         parts += found
         notes += reasons
     return parts, notes
@@ -236,12 +246,7 @@ def _direction(
             f"The head {name!r} of {type(unwrap(model)).__name__} is a {type(head).__name__} and "
             "not an nn.Linear, so its logits are not a sum of parts."
         )
-    for each in (token, against):
-        if each is not None and not 0 <= each < len(weight):
-            last = len(weight) - 1
-            raise InspectionError(
-                f"Token id {each} is not in the vocabulary of the head. Give one of 0 to {last}."
-            )
+    refuse_unknown_tokens(len(weight), token, against)
     direction = weight[token].double()
     offset = 0.0 if bias is None else float(bias[token])
     if against is not None:

@@ -37,6 +37,7 @@ from torchfmri.exceptions import InspectionError
 
 EDITS = ("zero", "mean", "resample")
 METHODS = ("lesion", "attribution", "both")
+_ASKED = ("prompt", "answer", "foil")
 Step = Callable[[int, int, str], None]
 
 
@@ -175,6 +176,10 @@ def _assemble(
     labels: tuple[str, ...],
 ) -> LesionMap:
     asked = questions[: len(done)]
+    texts: dict[str, Any] = {f"{name}s": tuple(getattr(q, name) for q in asked) for name in _ASKED}
+    measured: dict[str, Any] = {
+        name: np.stack([getattr(each, name) for each in done]) for name in Measured._fields
+    }
     metric = questions[0].metric
     blocks = [-1 if each.place.block is None else each.place.block for each in targets]
     return LesionMap(
@@ -182,15 +187,10 @@ def _assemble(
         kinds=tuple(each.kind for each in targets),
         blocks=np.array(blocks, dtype=np.int64),
         columns=np.array([each.column for each in targets], dtype=np.int64),
-        prompts=tuple(each.prompt for each in asked),
-        answers=tuple(each.answer for each in asked),
-        foils=tuple(each.foil for each in asked),
+        **texts,
         metric=metric if isinstance(metric, str) else getattr(metric, "__name__", "metric"),
         edit=edit,
-        intact=np.array([each.intact for each in done]),
-        lesioned=np.stack([each.lesioned for each in done]),
-        estimate=np.stack([each.estimate for each in done]),
-        activation=np.stack([each.activation for each in done]),
+        **measured,
         key=key,
         labels=labels,
         masked=bool(questions[0].masks),
@@ -212,11 +212,8 @@ def _continue(path: str | Path | None, key: str, count: int) -> list[Measured]:
             f"path={str(path)!r} has lesions of another model, other prompts or other options. "
             "Choose another file, or delete this one."
         )
-    rows = zip(found.intact, found.lesioned, found.estimate, found.activation, strict=True)
-    return [
-        Measured(intact=float(intact), lesioned=lesioned, estimate=estimate, activation=activation)
-        for intact, lesioned, estimate, activation in list(rows)[:count]
-    ]
+    rows = zip(*(getattr(found, name) for name in Measured._fields), strict=True)
+    return [Measured(*row) for row in list(rows)[:count]]
 
 
 def _key(

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _FORMAT, _VERSION, _LIMIT = "torchfmri lesions", 1, 1 << 30
-_TEXTS = ("names", "kinds", "prompts", "answers", "foils")
-_ARRAYS: dict[str, tuple[int, type]] = {
-    **dict.fromkeys(("blocks", "columns"), (1, np.int64)),
-    "intact": (1, np.float64),
-    **dict.fromkeys(("lesioned", "estimate", "activation"), (2, np.float64)),
+_TEXTS = {"names": "n", "kinds": "n", "prompts": "p", "answers": "p", "foils": "p"}
+_ARRAYS: dict[str, tuple[str, type]] = {
+    **dict.fromkeys(("blocks", "columns"), ("n", np.int64)),
+    "intact": ("p", np.float64),
+    **dict.fromkeys(("lesioned", "estimate", "activation"), ("pn", np.float64)),
 }
-"""The fields that are arrays: their number of axes, and their type."""
+"""The fields that are texts or arrays: their axes, of p prompts and n lesions, and their type."""
 _MOST_FEATURES = 40
 """How many features are drawn: each has a row that must stay legible."""
 _UNITS = {"surprisal": "surprisal of the answer (nats)", "logit_difference": "logit difference"}
@@ -358,7 +358,7 @@ class LesionMap:
         try:
             texts: dict[str, Any] = {name: tuple(map(str, record[name])) for name in _TEXTS}
             arrays: dict[str, Any] = {
-                name: _numbers(record[name], *form) for name, form in _ARRAYS.items()
+                name: np.array(record[name], dtype) for name, (_, dtype) in _ARRAYS.items()
             }
             found = cls(
                 **texts,
@@ -373,21 +373,13 @@ class LesionMap:
             raise FileFormatError(
                 str(place), f"its tables are not as they should be: {error}"
             ) from error
-        prompts, names = shape = (len(found.prompts), len(found.names))
-        tables = (found.lesioned, found.estimate, found.activation)
-        of_prompts = (found.answers, found.foils, found.intact)
-        of_names = (found.kinds, found.blocks, found.columns, found.labels or found.names)
-        if (
-            any(each.shape != shape for each in tables)
-            or any(len(each) != prompts for each in of_prompts)
-            or any(len(each) != names for each in of_names)
-        ):
-            raise FileFormatError(str(place), f"its tables have other sizes than {shape}")
+        sizes = {"p": len(found.prompts), "n": len(found.names)}
+        axes = {**_TEXTS, **{name: form for name, (form, _) in _ARRAYS.items()}}
+        axes |= {"labels": "n"} if found.labels else {}
+        for name, form in axes.items():
+            value: Any = getattr(found, name)
+            shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
+            if shape != tuple(sizes[axis] for axis in form):
+                told = tuple(sizes.values())
+                raise FileFormatError(str(place), f"its tables have other sizes than {told}")
         return found
-
-
-def _numbers(value: Any, ndim: int, dtype: type) -> NDArray[Any]:
-    found: NDArray[Any] = np.array(value, dtype=dtype)
-    if found.ndim != ndim:
-        raise ValueError(f"{found.ndim} dimensions instead of {ndim}")
-    return found

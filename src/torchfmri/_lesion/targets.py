@@ -84,17 +84,11 @@ def _targets(layers: Mapping[str, nn.Module], place: Place, kind: str) -> list[L
             f"How many units the input of {place.layer!r} has is not known: its voxels cannot be "
             "told apart. Lesion 'mlps', or name places."
         )
+    spans = [(first, min(first + VOXEL, width)) for first in range(0, width, VOXEL)]
+    names = [f"L{place.block}.mlp.v{number}" for number in range(len(spans))]
     return [
-        LesionTarget(
-            replace(
-                place,
-                name=f"L{place.block}.mlp.v{number}",
-                units=((first, min(first + VOXEL, width)),),
-            ),
-            kind,
-            number,
-        )
-        for number, first in enumerate(range(0, width, VOXEL))
+        LesionTarget(replace(place, name=names[number], units=(span,)), kind, number)
+        for number, span in enumerate(spans)
     ]
 
 

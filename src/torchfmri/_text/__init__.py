@@ -21,7 +21,7 @@ from torchfmri._text.columns import (
     terminal_text,
 )
 from torchfmri._text.grid import Grid
-from torchfmri._text.labels import display_width, layer_label, shorten, wrap
+from torchfmri._text.labels import display_width, layer_label, shorten, take, wrap
 from torchfmri._text.progress import Progress, in_notebook
 from torchfmri._text.rows import (
     Row,

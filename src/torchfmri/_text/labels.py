@@ -56,8 +56,8 @@ def shorten(name: str, room: int, ellipsis: str = "…") -> str:
     if display_width(short) <= room:
         return short
     head = max((room - 1) // 3, 0)
-    start = _take(short, head)
-    return start + ellipsis + _take(short[::-1], room - 1 - display_width(start))[::-1]
+    start = take(short, head)
+    return start + ellipsis + take(short[::-1], room - 1 - display_width(start))[::-1]
 
 
 def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dict[str, str]:
@@ -70,7 +70,7 @@ def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dic
     short = {name: shorten(name, room, ellipsis) for name in names}
     alike = Counter(short.values())
     return {
-        name: label if alike[label] == 1 else ellipsis + _take(name[::-1], room - 1)[::-1]
+        name: label if alike[label] == 1 else ellipsis + take(name[::-1], room - 1)[::-1]
         for name, label in short.items()
     }
 
@@ -91,7 +91,7 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
             line, used, empty = rest, display_width(rest), True
         while empty and used + wide > width:
             # Not more than fits is looked at: a word may be as long as a file.
-            part = _take(word, max(width - used, 2))
+            part = take(word, max(width - used, 2))
             if part == word:  # there is room for nothing: what begins the line is too wide already
                 break
             lines.append(line + part)
@@ -102,7 +102,7 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     return [*lines, line] if not empty else lines
 
 
-def _take(text: str, columns: int) -> str:
+def take(text: str, columns: int) -> str:
     """Return as much of the beginning of a text as fits into `columns` columns."""
     used = 0
     for index, character in enumerate(text):

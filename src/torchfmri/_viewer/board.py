@@ -103,7 +103,7 @@ class Panel:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The panel as plain data."""
+        """Return the panel as plain data."""
         return asdict(self)
 
 
@@ -174,7 +174,7 @@ class Board(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """`title`, `model`, `notes` (list of texts), `python` (how to get the result).
+        """Return `title`, `model`, `notes` (texts) and `python` (how to get the result).
 
         `python` of the difference of two boards is a list of both. Of a board that compares also
         `ends`: what values below and above 0 mean. Of one with curves `beside` others also `pair`:
@@ -183,69 +183,69 @@ class Board(ABC):
 
     @abstractmethod
     def entries(self) -> Sequence[Entry]:
-        """The sequences, without reading them."""
+        """Return the sequences, without reading them."""
 
     @abstractmethod
     def length(self, sequence: int) -> int:
-        """How many columns a sequence has now."""
+        """Return how many columns a sequence has now."""
 
     @abstractmethod
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """What can be shown of a sequence."""
+        """Return what can be shown of a sequence."""
 
     @abstractmethod
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """The rows of the plane "tracks"."""
+        """Return the rows of the plane "tracks"."""
 
     @abstractmethod
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """`pieces` (texts), `generated` and `special` (0 or 1) of some columns."""
+        """Return `pieces` (texts), `generated` and `special` (0 or 1) of some columns."""
 
     @abstractmethod
     def values(self, sequence: int, metric: str, plane: str) -> Table:
-        """(column, row) the values of a plane."""
+        """Return the values of a plane, (column, row)."""
 
     def missing(self, sequence: int, metric: str, plane: str) -> Mask | None:
-        """(column or 1, row or 1) where nothing was measured; None: everything was.
+        """Return where nothing was measured, (column or 1, row or 1); None if everything was.
 
         A value there that is not finite is shown as none. Everywhere else it is a finding.
         """
         return None
 
     def voxels(self, sequence: int) -> Sequence[str]:
-        """The metrics that voxels have, too."""
+        """Return the metrics that voxels have, too."""
         return [each.name for each in self.metrics(sequence)]
 
     def opens(self, sequence: int) -> int:
-        """The column that a page begins at if nothing else is asked for."""
+        """Return the column that a page begins at if nothing else is asked for."""
         return 0
 
     def overlay(self, sequence: int) -> Overlay | None:
-        """What is drawn over the colours; None for nothing."""
+        """Return what is drawn over the colours; None for nothing."""
         return None
 
     def names(self, plane: str) -> Sequence[str]:
-        """The names of the rows of a plane."""
+        """Return the names of the rows of a plane."""
         return self.layers
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """What is wrong, the worst first."""
+        """Return what is wrong, the worst first."""
         return ()
 
     def headline(self, sequence: int) -> str:
-        """What came out, in one sentence for somebody who sees it for the first time."""
+        """Return what came out, in one sentence for somebody who sees it for the first time."""
         return ""
 
     def panels(self, sequence: int) -> Sequence[Panel]:
-        """Further panels, such as a table of peaks."""
+        """Return further panels, such as a table of peaks."""
         return ()
 
     def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
-        """Further panels about one cell: what a head attended to, what a layer would have said."""
+        """Return further panels about one cell, such as what a head attended to."""
         return ()
 
     def doing(self) -> dict[str, str]:
-        """`now`: what is being worked on. `problem`: what went wrong last. Both may be empty."""
+        """Return `now`, what is being worked on, and `problem`, what went wrong last; or ""."""
         return {"now": "", "problem": ""}
 
     def refresh(self) -> bool:

@@ -7,7 +7,7 @@ the first is not the same, all columns are compared by position, and the sentenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,14 +78,7 @@ def find_change(
     ranked = np.where(broken.any(0), np.inf, np.where(differs, shares, -1.0))
     row = int(ranked.argmax() if (ranked > 0).any() else sizes.argmax())
     places = broken[:, row] if broken[:, row].any() else delta[:, row]
-    return BoardChange(
-        count=found.count,
-        rounded=found.rounded,
-        largest=found.largest,
-        most=row,
-        column=int(places.argmax()),
-        share=float(shares[row]),
-    )
+    return replace(found, most=row, column=int(places.argmax()), share=float(shares[row]))
 
 
 def change_sentence(

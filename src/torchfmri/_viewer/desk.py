@@ -72,7 +72,7 @@ class Desk:
         }
 
     def answer(self, name: str, given: Mapping[str, str]) -> Answer:
-        """The answer to a question.
+        """Return the answer to a question.
 
         Raises:
             DeskQuestion: There is no such question, sequence, metric, layer or tile.
@@ -189,7 +189,7 @@ class Desk:
     # -- planes ------------------------------------------------------------------------------
 
     def table(self, sequence: int, metric: str, name: str) -> Table:
-        """(column, row) the values of a plane as they are now."""
+        """Return the values of a plane as they are now, (column, row)."""
         try:
             return self.board.values(sequence, metric, name)
         except (KeyError, LookupError, ValueError) as error:
@@ -197,7 +197,7 @@ class Desk:
             raise DeskQuestion(f"There is no {metric!r} of {name!r}: {what}") from error
 
     def plane(self, sequence: int, metric: str, name: str) -> tuple[Plane, int]:
-        """The plane of a table and its version, coded anew where the table has outgrown it."""
+        """Return the plane of a table and its version, coded anew if the table has outgrown it."""
         key = (sequence, metric, name)
         with self._lock:
             known, version = self._planes.get(key, (None, self._dropped))
@@ -252,7 +252,7 @@ class Desk:
 
 
 def own_texts(texts: list[str]) -> list[str]:
-    """Texts without the words that all of them begin with, such as the system prompt of a chat.
+    """Return the texts without the words that all begin with, such as a system prompt.
 
     Examples:
         >>> rule = "You are a helpful assistant."
@@ -272,7 +272,7 @@ def own_texts(texts: list[str]) -> list[str]:
 
 
 def _searched(entries: Sequence[Entry], words: list[str]) -> list[bool]:
-    """Which entries have the words one after the other; if none has, which have all of them.
+    """Return which entries have the words one after the other; if none has, all of them.
 
     What is looked at is what the list shows. A name counts as far as somebody types it: one that a
     scan gives by itself has a number and a hash, in which any digit occurs somewhere.
@@ -296,7 +296,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
 
 
 def to_json(data: dict[str, Any]) -> str:
-    """Plain data as JSON, with null for what is not finite."""
+    """Return plain data as JSON, with null for what is not finite."""
     try:
         return _dump(data)
     except (
@@ -323,7 +323,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Plain data with None in place of what is not finite."""
+    """Return plain data with None in place of what is not finite."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -7,7 +7,7 @@ that nothing differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -72,7 +72,7 @@ class DiffBoard(Board):
         ]
 
     def about(self) -> dict[str, Any]:
-        """What the head of the page says."""
+        """Return what the head of the page says."""
         first, second = (each.about() for each in self._pair)
         same = first["model"] == second["model"]
         before, after = self._titles()
@@ -87,12 +87,12 @@ class DiffBoard(Board):
         }
 
     def _titles(self) -> tuple[str, str]:
-        """What the two are called; scans that are not saved have the same title."""
+        """Return what the two are called; scans that are not saved have the same title."""
         first, second = (str(each.about()["title"]) for each in self._pair)
         return (first, second) if first != second else ("first", "second")
 
     def entries(self) -> Sequence[Entry]:
-        """Pairs of sequences at the same place."""
+        """Return pairs of sequences at the same place."""
         pairs = zip(*(each.entries() for each in self._pair), strict=False)
         return [
             Entry(
@@ -104,11 +104,11 @@ class DiffBoard(Board):
         ]
 
     def length(self, sequence: int) -> int:
-        """Of the longer one."""
+        """Return how many columns the longer one has."""
         return max(each.length(sequence) for each in self._pair)
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """Those of both."""
+        """Return the metrics that both have."""
         known = {each.name for each in self._pair[0].metrics(sequence)}
         title = self.about()["title"]
         found = [each for each in self._pair[1].metrics(sequence) if each.name in known]
@@ -123,12 +123,12 @@ class DiffBoard(Board):
         ]
 
     def voxels(self, sequence: int) -> Sequence[str]:
-        """The metrics that the voxels of both have."""
+        """Return the metrics that the voxels of both have."""
         first, second = (each.voxels(sequence) for each in self._pair)
         return [each for each in second if each in first]
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """The curves of the second, then those of the first beside them."""
+        """Return the curves of the second, then those of the first beside them."""
         before, after = self._titles()
         known = {each.name for each in self._pair[0].tracks(sequence)}
         second = self._pair[1].tracks(sequence)
@@ -142,7 +142,7 @@ class DiffBoard(Board):
         return found
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The texts of the second; where they differ, those of both, and ∅ where one has ended."""
+        """Return the texts of the second; both if they differ, with ∅ where one has ended."""
         a, b = (each.columns(sequence, first, last) for each in self._pair)
         count = len(b["pieces"])
         told = {key: [*b[key], *a[key][count:]] for key in b}
@@ -151,29 +151,26 @@ class DiffBoard(Board):
         return told
 
     def _merged(self, one: str | None, other: str | None) -> str:
-        """Two texts as one; `details.ts` and `strip.ts` take it apart. A step keeps its number."""
+        """Return two texts as one, which `details.ts` and `strip.ts` take apart; no steps."""
         if self.axis != "token" and None in (one, other):
             return one or other or ""
         return f" {' ≠ '.join('∅' if each is None else each.strip(' ') for each in (one, other))} "
 
     def values(self, sequence: int, metric: str, plane: str) -> Table:
-        """(column, row) second - first; NaN where one of them has none."""
+        """Return second - first, (column, row); NaN where one of them has no value."""
         if plane == TRACKS:
             return self._curves(sequence)
         tables = [self._long(each.values(sequence, metric, plane), sequence) for each in self._pair]
         if plane != LAYERS:
             return tables[1] - tables[0]
         result = np.full((self.length(sequence), len(self._names)), np.nan, np.float32)
-        places = [{name: at for at, name in enumerate(each.layers)} for each in self._pair]
-        target = {name: at for at, name in enumerate(self._names)}
-        result[:, [target[name] for name in self._both]] = (
-            tables[1][:, [places[1][name] for name in self._both]]
-            - tables[0][:, [places[0][name] for name in self._both]]
-        )
+        pairs = zip(tables, self._pair, strict=True)
+        first, second = (table[:, _places(each.layers, self._both)] for table, each in pairs)
+        result[:, _places(self._names, self._both)] = second - first
         return result
 
     def _curves(self, sequence: int) -> Table:
-        """(column, curve) as `tracks` names them."""
+        """Return the curves as `tracks` names them, (column, curve)."""
         tables = [each.values(sequence, TRACKS, TRACKS) for each in self._pair]
         first, second = (self._long(each, sequence) for each in tables)
         names = [each.name for each in self._pair[0].tracks(sequence)]
@@ -181,29 +178,27 @@ class DiffBoard(Board):
         return np.concatenate([second, first[:, [names.index(name) for name in beside]]], 1)
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
-        """What is not in both."""
+        """Return what is not in both."""
         if plane == TRACKS:
             return np.isnan(self.values(sequence, metric, plane))
-        found = np.zeros((self.length(sequence), len(self.names(plane))), np.bool_)
-        target = {name: at for at, name in enumerate(self.names(plane))}
+        names = self.names(plane)
+        found = np.zeros((self.length(sequence), len(names)), np.bool_)
         for board in self._pair:
-            absent = board.missing(sequence, metric, plane)
-            own = [target[name] for name in board.names(plane)]
-            length = board.length(sequence)
+            absent, length = board.missing(sequence, metric, plane), board.length(sequence)
+            own = _places(names, board.names(plane))
             found[length:] = True
             if plane == LAYERS:
-                alone = set(target).difference(board.layers)
-                found[:, [at for name, at in target.items() if name in alone]] = True
+                found[:, _places(names, set(names).difference(board.layers))] = True
             if absent is not None:
                 found[:length, own] |= absent[:length]
         return found if found.any() else None
 
     def names(self, plane: str) -> Sequence[str]:
-        """The names of the rows of a plane."""
+        """Return the names of the rows of a plane."""
         return self._names if plane == LAYERS else self._pair[0].names(plane)
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """What does not fit together."""
+        """Return what does not fit together."""
         found = []
         for alone, other in zip(self._alone, reversed(self._titles()), strict=True):
             if alone:
@@ -232,7 +227,7 @@ class DiffBoard(Board):
         return found
 
     def _same(self, sequence: int) -> int:
-        """How many columns there are before the first that is not the same in both."""
+        """Return how many columns there are before the first that is not the same in both."""
         a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
         both = min(len(a), len(b))
         return next((at for at in range(both) if a[at] != b[at]), both)
@@ -251,7 +246,7 @@ class DiffBoard(Board):
         return {"layer": layers[found.most], "column": found.column}
 
     def headline(self, sequence: int) -> str:
-        """How many layers differ, and which most."""
+        """Return how many layers differ, and which most."""
         change = self._change(sequence)
         if change is None:
             return ""
@@ -266,7 +261,7 @@ class DiffBoard(Board):
         return next(each for each in self.metrics(sequence) if each.shown)
 
     def _change(self, sequence: int) -> tuple[BoardChange, list[str]] | None:
-        """What differs of the first metric, as far as the columns are the same, in which layers.
+        """Return how the first metric differs while the columns are the same, and in which layers.
 
         Only layers of which it was measured in both count: parameters have no activations.
         None: there are no values.
@@ -276,24 +271,22 @@ class DiffBoard(Board):
         name = self._metric(sequence).name
         end = self._same(sequence) or min(each.length(sequence) for each in self._pair)
         absent = self.missing(sequence, name, LAYERS)
-        place = {each: at for at, each in enumerate(self._names)}
-        both = [
-            each for each in self._both if absent is None or not absent[:end, place[each]].all()
-        ]
+        both = self._both
+        if absent is not None:
+            known = ~absent[:end, _places(self._names, both)]
+            both = [each for each, seen in zip(both, known.T, strict=True) if seen.any()]
         if not both:
             return None
         first, second = (
-            np.asarray(board.values(sequence, name, LAYERS))[
-                :end, [board.layers.index(each) for each in both]
-            ]
+            np.asarray(board.values(sequence, name, LAYERS))[:end, _places(board.layers, both)]
             for board in self._pair
         )
-        kept = None if absent is None else absent[:end, [place[each] for each in both]]
+        kept = None if absent is None else absent[:end, _places(self._names, both)]
         found = find_change(first, second, kept)
         return None if found is None else (found, both)
 
     def panels(self, sequence: int) -> Sequence[Panel]:
-        """The layers that are not in both."""
+        """Return the layers that are not in both."""
         rows = [
             [name, other]
             for alone, other in zip(self._alone, reversed(self._titles()), strict=True)
@@ -314,3 +307,9 @@ class DiffBoard(Board):
             return table
         rest = np.full((missing, table.shape[1]), np.nan, np.float32)
         return np.concatenate([np.asarray(table, np.float32), rest])
+
+
+def _places(names: Sequence[str], wanted: Iterable[str]) -> list[int]:
+    """Return where each of the wanted names stands among the names."""
+    place = {name: at for at, name in enumerate(names)}
+    return [place[each] for each in wanted]

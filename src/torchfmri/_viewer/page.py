@@ -52,26 +52,22 @@ shows nothing then."""
 
 
 def bundle() -> str:
-    """The viewer as an ES module, built from `viewer/` in the repository."""
+    """Return the viewer as an ES module, built from `viewer/` in the repository."""
     return files("torchfmri._viewer").joinpath("static/viewer.js").read_text("utf-8")
 
 
 def served_page(title: str) -> str:
-    """The page that asks its server for everything."""
+    """Return the page that asks its server for everything."""
     start = (
         'import viewer from "./viewer.js";'
         'viewer.serve(document.getElementById("viewer"), location.pathname);'
     )
-    policy = (
-        f"default-src 'none'; script-src 'self' '{_hash(start)}'; style-src 'unsafe-inline'; "
-        "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'"
-    )
     content = f'<script type="module">{start}</script>'
-    return _filled(policy, title, content)
+    return _filled(title, content, start, "'self' ", "connect-src 'self'; ")
 
 
 def whole_page(board: Board, sequence: int = 0) -> str:
-    """The page of one sequence as one file that needs nothing else.
+    """Return the page of one sequence as one file that needs nothing else.
 
     Args:
         board: What is shown.
@@ -92,19 +88,19 @@ def whole_page(board: Board, sequence: int = 0) -> str:
         'torchfmriViewer.open(document.getElementById("viewer"), document.getElementById("data"));'
     )
     script = f"{code}\n{start}"
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
     content = (
         f'<script id="data" type="application/json">{data}</script>\n'
         f'<script type="module">{script}</script>'
     )
-    title = f"{board.about()['model']}: {board.kind}"
-    return _filled(policy, title, content)
+    return _filled(f"{board.about()['model']}: {board.kind}", content, script)
 
 
-def _filled(policy: str, title: str, content: str) -> str:
+def _filled(title: str, content: str, script: str, own: str = "", connect: str = "") -> str:
+    """Return the page; its policy allows this script, and what else is said of its own server."""
+    policy = (
+        f"default-src 'none'; script-src {own}'{_hash(script)}'; style-src 'unsafe-inline'; "
+        f"{connect}img-src {own}data: blob:; base-uri 'none'; form-action 'none'"
+    )
     return _TEMPLATE.format(
         policy=escape(policy), title=escape(title), unopened=_UNOPENED, content=content
     )
@@ -115,7 +111,7 @@ def _hash(script: str) -> str:
 
 
 def _answers(desk: Desk, sequence: int) -> Iterator[tuple[str, Any]]:
-    """Every question that a page may put about a sequence, with its answer."""
+    """Yield every question that a page may put about a sequence, with its answer."""
 
     def put(name: str, **given: Any) -> tuple[str, Any]:
         texts = {key: str(value) for key, value in given.items()}
@@ -151,7 +147,7 @@ def _answers(desk: Desk, sequence: int) -> Iterator[tuple[str, Any]]:
 
 
 def _voxel_planes(desk: Desk, sequence: int, metrics: list[str]) -> list[str]:
-    """The layers whose voxels are part of the page: all of them, or none."""
+    """Return the layers whose voxels are part of the page: all of them, or none."""
     board = desk.board
     size = board.length(sequence) * sum(board.parts) * len(metrics) * 6
     if size > VOXEL_BYTES:

@@ -79,7 +79,7 @@ class ViewedRun:
 
     @classmethod
     def of_history(cls, history: History) -> ViewedRun:
-        """The run whose steps a history holds."""
+        """Return the run whose steps a history holds."""
         run = cls()
         run.extend(history)
         return run
@@ -164,7 +164,7 @@ class RunView:
             self.view.changed()
 
     def end(self) -> None:
-        """The run is over: nothing more is added to the page."""
+        """Take note that the run is over: nothing more is added."""
         self._board.end()
         self.view.changed()
 
@@ -179,7 +179,7 @@ class RunView:
 
 
 def runs_in(path: Path) -> dict[str, Path]:
-    """The runs at a path by name: a file of steps, a Monitor's folder, or a folder of those."""
+    """Return the runs at a path by name: a file of steps, a Monitor's folder, or several."""
     if not path.is_dir():
         return {path.name: path} if step_files(path) else {}
     if step_files(path):
@@ -227,7 +227,7 @@ class RunBoard(Board):
         return list(self._runs)[sequence] in self._going
 
     def end(self) -> None:
-        """No step is added any more."""
+        """Take note that the run is over: nothing more is added."""
         self._going = set()
 
     @property
@@ -245,7 +245,7 @@ class RunBoard(Board):
         return [known.get(name, "") for name in self.layers]
 
     def about(self) -> dict[str, Any]:
-        """What the head of the page says."""
+        """Return what the head of the page says."""
         models = list(dict.fromkeys(printable(r.model) for r in self._runs.values() if r.model))
         python = repr(str(self._path)) if self._path else "monitor.history"
         title = self._path.name if self._path else "training"
@@ -259,31 +259,31 @@ class RunBoard(Board):
         }
 
     def entries(self) -> Sequence[Entry]:
-        """The runs."""
+        """Return the runs."""
         return [Entry(name, len(run.curves)) for name, run in self._runs.items()]
 
     def length(self, sequence: int) -> int:
-        """How many steps a run has now."""
+        """Return how many steps a run has now."""
         return len(self._run(sequence).curves)
 
     def metrics(self, sequence: int) -> Sequence[Metric]:
-        """What was watched."""
+        """Return what was watched."""
         known = {series.what for series in self._run(sequence).series}
         return [each for name, each in _WHAT.items() if name in known]
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """Loss and seconds."""
+        """Return loss and seconds."""
         return list(_CURVES.values())
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The numbers of some steps."""
+        """Return the numbers of some steps."""
         numbers = self._run(sequence).numbers[first:last]
         nothing = [0] * len(numbers)
         pieces = [f"{number:,} " for number in numbers]
         return {"pieces": pieces, "ids": numbers, "generated": nothing, "special": nothing}
 
     def values(self, sequence: int, metric: str, plane: str) -> Table:
-        """(step, row) the values of a plane."""
+        """Return the values of a plane, (step, row)."""
         run = self._run(sequence)
         if plane == TRACKS:
             return run.curves.values[: len(run.curves)]
@@ -292,7 +292,7 @@ class RunBoard(Board):
         return self._table(run, run.rms, metric)
 
     def _table(self, run: ViewedRun, growing: GrowingTable, metric: str) -> Table:
-        """(step, row) what a run has of a metric; NaN in the rows of other runs and metrics."""
+        """Return what a run has of a metric, (step, row); NaN in rows of other runs and metrics."""
         length = len(run.curves)
         table = np.full((length, len(self.layers)), np.nan, np.float32)
         place = {name: at for at, name in enumerate(self.layers)}
@@ -303,14 +303,14 @@ class RunBoard(Board):
         return table
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
-        """What was not watched at a step; a value that is NaN was."""
+        """Return what was not watched at a step; a value that is NaN was."""
         if plane == TRACKS:
             return None
         run = self._run(sequence)
         return np.isnan(self._table(run, run.watched, metric))
 
     def headline(self, sequence: int) -> str:
-        """How the loss went."""
+        """Return how the loss went."""
         run = self._run(sequence)
         numbers, losses = run.numbers, run.curves.values[: len(run.curves), 0]
         if len(losses) < 2 or np.isnan(losses).all():
@@ -326,7 +326,7 @@ class RunBoard(Board):
         return f"{said} to {losses[-1]:.4g} ({least})."
 
     def health(self, sequence: int) -> Sequence[Health]:
-        """The findings so far, the worst first; layers that are no rows are left out."""
+        """Return the findings so far, the worst first."""
         order = {"alarm": 0, "warn": 1}
         return sorted(self._run(sequence).findings, key=lambda each: order.get(each.severity, 2))
 
@@ -361,7 +361,7 @@ class RunBoard(Board):
 
 
 def _problem(name: str) -> str:
-    """The name of a problem as a finding begins: "loss_spike" is "Loss spike: "."""
+    """Return how a finding of a problem begins: "loss_spike" is "Loss spike: "."""
     words = printable(name).replace("_", " ")
     return f"{words[:1].upper()}{words[1:]}: "
 
@@ -371,7 +371,7 @@ def _updated(history: History) -> list[str]:
 
 
 def _model_order(name: str, known: Sequence[str]) -> tuple[int, str]:
-    """Parameters behind the layer they belong to, layers in the order they were seen."""
+    """Return a key that sorts parameters behind their layer, layers as they were seen."""
     layer = name.rpartition(".")[0]
     place = known.index(layer) if layer in known else known.index(name)
     return place, "" if layer not in known else name

@@ -17,7 +17,6 @@ import threading
 import webbrowser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from torchfmri._arguments import check_number, require
@@ -75,6 +74,8 @@ class View:
 
     Attributes:
         board: What is shown.
+        host: As given.
+        port: The port that it is bound to.
         state: What the page shows, as its address has it: metric, sequence, layer, token, and so
             on. It can be set: every open page follows.
 
@@ -107,7 +108,7 @@ class View:
         self._site = Site(
             self.desk, token or secrets.token_hex(16), remote=remote, on_prompt=on_prompt
         )
-        self._host, self._on_close = host, on_close
+        self.host, self._on_close = host, on_close
         self._socket = _bind(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._server = _uvicorn_server(self._site)
@@ -123,8 +124,8 @@ class View:
     @property
     def url(self) -> str:
         """The address of the page, with its token."""
-        name = f"[{self._host}]" if ":" in self._host else self._host
-        name = socket.gethostname() if self._host in ("0.0.0.0", "::") else name
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else name
         return f"http://{name}:{self.port}/{self._site.token}/"
 
     @property
@@ -175,10 +176,7 @@ class View:
     def __enter__(self) -> View:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -200,7 +198,7 @@ class View:
 
 
 def read_crosshair(board: Board, state: Mapping[str, Any]) -> Crosshair:
-    """The numbers of a board at the crosshair of a state.
+    """Return the numbers of a board at the crosshair of a state.
 
     Raises:
         InspectionError: The state has no crosshair.
@@ -229,28 +227,27 @@ def read_crosshair(board: Board, state: Mapping[str, Any]) -> Crosshair:
     )  # fmt: skip
 
 
-def serve(
-    board: Board, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
-    remote: bool = False, browser: bool = True, on_prompt: Asked | None = None,
-    on_close: Callable[[], None] = lambda: None, name: str = "view",
-) -> View:  # fmt: skip
+def serve(board: Board, *, browser: bool = True, name: str = "view", **options: Any) -> View:
     """Serve a board, print its address on standard error, and open a browser where there is one.
+
+    Args:
+        board: What is shown.
+        browser: False to print the address alone.
+        name: The command that serves it, as messages call it.
+        **options: Those of `View`.
 
     Raises:
         ImportError: starlette and uvicorn are missing (extra `viewer`).
         InspectionError: Other machines would be let in without `remote`, or the port is taken.
     """
-    view = View(
-        board, host=host, port=port, token=token, remote=remote, on_prompt=on_prompt,
-        on_close=on_close,
-    )  # fmt: skip
+    view = View(board, **options)
     print(f"torchfmri {name}: {view.url}", file=sys.stderr)
     for problem in board.about().get("problems", ()):
         print(f"torchfmri {name}: warning: not read: {problem}", file=sys.stderr)
-    if remote and host not in LOOPBACK:
+    if view.host not in LOOPBACK:
         print(
-            f"torchfmri {name}: warning: every machine that reaches {host}:{view.port} and knows "
-            "the address sees this, and nothing is encrypted.",
+            f"torchfmri {name}: warning: every machine that reaches {view.host}:{view.port} and "
+            "knows the address sees this, and nothing is encrypted.",
             file=sys.stderr,
         )
     if os.environ.get("SSH_CONNECTION"):

@@ -104,7 +104,7 @@ class Site:
         await response(scope, receive, send)
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, str] | None:
-        """Why a request is refused; None where it is not."""
+        """Return the status and the reason if a request is refused, else None."""
         headers = {
             key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
         }

@@ -33,9 +33,9 @@ _VIRIDIS = "4401544820713e4a8a31688e26838e1f9d8a36b77874d055b5de2bfde725"
 _VIK = "0012610443811d6f9e6da4c2dee6e9e1b79fc57742a03c0f590008"
 
 
-def still(board: Board, sequence: int = 0) -> bytes:
-    """A PNG of the first metric of a sequence: columns across, layers down, each row by itself."""
-    plane = _plane(board, sequence)
+def still(board: Board) -> bytes:
+    """Return a PNG of the first metric of the first sequence: columns across, layers down."""
+    plane = _plane(board)
     codes = np.frombuffer(plane.tile(plane.levels - 1, 0), np.uint8)
     shown = shown_rows(board.layers)
     codes = codes.reshape(plane.rows, -1)[shown] if codes.size else np.zeros((1, 1), np.uint8)
@@ -59,7 +59,7 @@ def still(board: Board, sequence: int = 0) -> bytes:
 
 
 def shown_rows(layers: Sequence[str]) -> list[int]:
-    """The places of the layers that have a row in the picture."""
+    """Return the places of the layers that have a row in the picture."""
     names = [name.split(".") for name in layers]
     inside = [next((at for at, each in enumerate(n) if each.isdigit()), len(n)) for n in names]
     found = [row for row, name in enumerate(names) if inside[row] >= len(name) - 1]
@@ -67,11 +67,11 @@ def shown_rows(layers: Sequence[str]) -> list[int]:
     return found if blocks and len(layers) > _MOST_ROWS else list(range(len(layers)))
 
 
-def labelled(board: Board, picture: bytes, sequence: int = 0) -> bytes:
-    """The picture with the names of its rows and columns, as SVG."""
+def labelled(board: Board, picture: bytes) -> bytes:
+    """Return the picture with the names of its rows and columns, as SVG."""
     wide, high = struct.unpack(">II", picture[16:24])  # where a PNG has its size
     names = [board.layers[row] for row in shown_rows(board.layers)]
-    rows, columns = len(names), board.length(sequence)
+    rows, columns = len(names), board.length(0)
     texts = []
 
     def write(x: float, y: float, text: str, place: str) -> None:
@@ -86,7 +86,7 @@ def labelled(board: Board, picture: bytes, sequence: int = 0) -> bytes:
     spelt = board.axis != "token" or step == 1  # between tokens that are left out texts say nothing
     for column in range(0, columns, step):
         x, y = _LEFT + (column + 0.5) * wide / columns + 4, high + 6
-        text = board.columns(sequence, column, column + 1)["pieces"][0].strip()
+        text = board.columns(0, column, column + 1)["pieces"][0].strip()
         turned = f'text-anchor="end" transform="rotate(-90 {x:.1f} {y})"'
         write(x, y, text[: _LONGEST // 2] if spelt else f"{column:,}", turned)
     size = f'width="{_LEFT + wide}" height="{high + _BELOW}"'
@@ -98,23 +98,23 @@ def labelled(board: Board, picture: bytes, sequence: int = 0) -> bytes:
     ).encode()
 
 
-def top_words(board: Board, sequence: int = 0) -> str:
-    """What the brightest colour of a row stands for."""
-    plane = _plane(board, sequence)
+def top_words(board: Board) -> str:
+    """Return what the brightest colour of a row stands for."""
+    plane = _plane(board)
     values = plane.columns - int((plane.missing + plane.nonfinite).min(initial=plane.columns))
     if values < FEW:
         return "its largest value"
     return "its second largest value" if values <= 201 else "its 99.5th percentile"
 
 
-def _plane(board: Board, sequence: int) -> Plane:
-    """The first metric of a sequence."""
-    metric = next(each for each in board.metrics(sequence) if each.shown)
-    return Desk(board).plane(sequence, metric.name, LAYERS)[0]
+def _plane(board: Board) -> Plane:
+    """Return the first metric of the first sequence."""
+    metric = next(each for each in board.metrics(0) if each.shown)
+    return Desk(board).plane(0, metric.name, LAYERS)[0]
 
 
 def _colours(stops: str) -> NDArray[np.uint8]:
-    """(256, 3) colours between stops."""
+    """Return 256 colours between stops, (256, 3)."""
     known = np.frombuffer(bytes.fromhex(stops), np.uint8).reshape(-1, 3)
     at = np.linspace(0, len(known) - 1, 256)
     parts = [np.interp(at, np.arange(len(known)), known[:, each]) for each in range(3)]
@@ -122,7 +122,7 @@ def _colours(stops: str) -> NDArray[np.uint8]:
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """(y, x, 3) as a file."""
+    """Return pixels (y, x, 3) as a file."""
     height, width, _ = pixels.shape
     lines = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a line: no filter
     lines[:, 1:] = pixels.reshape(height, -1)

@@ -49,6 +49,9 @@ LINEAR = RANGED | {"activation", "surprisal", "entropy", "loss", "seconds"}
 """Metrics whose colours follow the value itself; those of others follow its logarithm."""
 NARROWEST = 0.2
 """The colours of a row span at least this share of its top: a byte tells little less apart."""
+_NUMBERS = ("columns", "rows", "levels", "signed", "logarithmic")
+_BY_ROW = ("scale", "limit", "tops", "lows")
+"""What the header of a plane says of the whole, and of each row."""
 
 Table = NDArray[np.floating[Any]]
 Mask = NDArray[np.bool_]
@@ -102,7 +105,7 @@ class Plane:
         return 1 + max(0, math.ceil(math.log2(max(self.columns, 1) / WIDTH)))
 
     def longer(self, values: Table, missing: Mask | None = None) -> Plane:
-        """The plane of a table that has grown, with the codes of this one."""
+        """Return the plane of a table that has grown, with the codes of this one."""
         plane = copy.copy(self)
         plane.values, plane.columns = values, len(values)
         plane._missing = None if missing is None else missing[: max(1, len(values))]
@@ -118,7 +121,7 @@ class Plane:
         return plane
 
     def _marked(self, first: int, last: int) -> Table:
-        """(column, row) some columns, infinite where a value is no number, NaN where there is none.
+        """Return columns, (column, row): infinite for no number, NaN where none was measured.
 
         So marked, numpy's own functions pool as they should: a value wins over none, infinity over
         all.
@@ -134,7 +137,7 @@ class Plane:
         return np.where(finite, part, np.where(missing, np.nan, np.inf))
 
     def _pool_from(self, first: int) -> Table:
-        """(column, row) columns of the level that is kept, from one on."""
+        """Return pooled columns of the level that is kept, from the given one on, (column, row)."""
         step = 1 << _POOLED
         many = max(1, _BLOCK // max(1, self.rows * step)) * step
         parts = [
@@ -144,7 +147,7 @@ class Plane:
         return np.concatenate(parts) if parts else np.empty((0, self.rows), np.float32)
 
     def _read(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """(row,) how many values are not finite, how many are missing, and the largest size.
+        """Return by row how many values are not finite or missing, and the largest size.
 
         Reads the table once: pooled values are finite where all that they stand for are, or are
         missing.
@@ -166,7 +169,7 @@ class Plane:
         return nonfinite, missing, largest
 
     def _lost(self, row: int) -> Mask:
-        """(column or 1,) where a row was not measured."""
+        """Return where a row was not measured, (column or 1,)."""
         if self._missing is None:
             return np.zeros(1, np.bool_)
         return self._missing[:, row if self._missing.shape[1] > 1 else 0]
@@ -174,11 +177,12 @@ class Plane:
     def _percentiles(
         self,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[str, float]]:
-        """(row,) the 99.5th percentile of |value|, where colours begin, and the common scale.
+        """Return the top of each row, where its colours begin, and a scale common to all rows.
 
-        It is the next lower of the values, as in the pictures: of a short text the largest does
-        not count, for its first token is often a hundred times as loud as any other. Of two or
-        three values the largest does count, because nothing else would tell them apart.
+        The top is the 99.5th percentile of |value|, the next lower of them, as in the pictures: the
+        largest value of a short text does not count, for its first token is often a hundred times
+        as loud as any other. Of two or three values the largest does count, because nothing else
+        would tell them apart.
         """
         every = -(-self.columns // SAMPLED) or 1
         sample = np.abs(np.asarray(self.values[::every], np.float32).T)
@@ -201,17 +205,10 @@ class Plane:
         return tops, lows, common
 
     def header(self) -> dict[str, Any]:
-        """What a page needs to decode and to colour the tiles."""
+        """Return what a page needs to decode and to colour the tiles."""
         return {
-            "columns": self.columns,
-            "rows": self.rows,
-            "levels": self.levels,
-            "signed": self.signed,
-            "logarithmic": self.logarithmic,
-            "scale": self.scale.tolist(),
-            "limit": self.limit.tolist(),
-            "tops": self.tops.astype(np.float32).tolist(),
-            "lows": self.lows.astype(np.float32).tolist(),
+            **{name: getattr(self, name) for name in _NUMBERS},
+            **{name: getattr(self, name).astype(np.float32).tolist() for name in _BY_ROW},
             "nonfinite": self.nonfinite.tolist(),
             "missing": self.missing.tolist(),
             **self.middle,
@@ -223,11 +220,11 @@ class Plane:
             return not bool((np.abs(values) > self.limit).any(where=np.isfinite(values)))
 
     def coded(self, first: int, last: int) -> NDArray[np.uint8]:
-        """(row, column) the bytes of some columns."""
+        """Return the bytes of some columns, (row, column)."""
         return self._encode(self._marked(first, last))
 
     def _encode(self, marked: Table) -> NDArray[np.uint8]:
-        """(column, row) of marked values -> (row, column) bytes."""
+        """Return the bytes (row, column) of marked values (column, row)."""
         table = np.asarray(marked, np.float64).T
         scale = self.scale[:, None].astype(np.float64)
         limit = np.arcsinh(self.limit[:, None].astype(np.float64) / scale)
@@ -239,7 +236,7 @@ class Plane:
         return found
 
     def tile(self, level: int, x: int, *, mean: bool = False) -> bytes:
-        """The bytes of a tile, row by row; its last columns are left out where the plane ends.
+        """Return the bytes of a tile, row by row; columns beyond the end of the plane are left out.
 
         Args:
             level: 0 for one column per value.
@@ -270,7 +267,7 @@ class Plane:
 
 
 def pool(values: Table, step: int, *, mean: bool = False) -> Table:
-    """Every `step` columns as one: the value of the largest size, with its sign.
+    """Return every `step` columns as one: the value of the largest size, with its sign.
 
     Infinity wins, NaN loses to everything.
 

@@ -22,7 +22,7 @@ from torchfmri.exceptions import InspectionError
 
 
 def widget_of(board: Board, height: int = 640) -> Any:
-    """An anywidget that shows a board; its `state` is what the page shows, and can be set.
+    """Return an anywidget that shows a board; its `state` is what the page shows.
 
     Args:
         board: What is shown.
@@ -56,7 +56,7 @@ def widget_of(board: Board, height: int = 640) -> Any:
                 display(data, raw=True)  # type: ignore[no-untyped-call]
 
         def _repr_mimebundle_(self, **options: Any) -> Any:
-            """The widget, and a still picture of it for whoever takes one of several kinds."""
+            """Return the widget, and a still picture for whoever takes one of several kinds."""
             bundles = super()._repr_mimebundle_(**options)
             data = bundles[0] if isinstance(bundles, tuple) else bundles
             if data is not None:
@@ -86,13 +86,13 @@ def _answer(desk: Desk, widget: Any, _: Any, question: Any, __: Any) -> None:
 
 
 def _plain_kinds(board: Board, picture: str) -> dict[str, str]:
-    """What those get who cannot show a widget."""
+    """Return what those get who cannot show a widget."""
     said = {"text/plain": f"torchfmri viewer: {board.about()['model']}"}
     return {**said, "image/png": picture} if picture else said
 
 
 def _outputs(widget: Any, board: Board) -> list[dict[str, Any]]:
-    """What a cell puts out: the widget, and its picture.
+    """Return what a cell puts out: the widget, and its picture.
 
     Of one output with both, nbconvert would take the widget, which nobody draws without a network.
     """
@@ -106,7 +106,7 @@ def _outputs(widget: Any, board: Board) -> list[dict[str, Any]]:
 
 
 def _figure(board: Board, picture: str, name: str) -> str:
-    """The picture with what it shows below it."""
+    """Return the picture with what it shows below it."""
     metric = next(each for each in board.metrics(0) if each.shown)
     shown, every = len(shown_rows(board.layers)), len(board.layers)
     rows = f"{every:,}" if shown == every else f"{shown:,} of {every:,}"

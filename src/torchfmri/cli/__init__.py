@@ -5,4 +5,4 @@
 """
 
 from torchfmri.cli.commands import CLEAN, COMMANDS, Command, build_parser, main
-from torchfmri.cli.options import Result
+from torchfmri.cli.options import CommandOptions, Result

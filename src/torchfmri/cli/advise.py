@@ -6,23 +6,23 @@ of `--json` and the exit code are public.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from typing import Any
 
 import torch
 
 from torchfmri._cost import advise
 from torchfmri._model import nearest_names
-from torchfmri.cli.options import Result, add_number, add_subject, add_text, say, subject_of
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of
 from torchfmri.exceptions import InspectionError
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri advise`."""
-    add_subject(parser)
-    add_number(parser, "--rounds", 5, "how often to measure time")
-    add_text(parser, "--optimizer", "a class of torch.optim, for example AdamW", "NAME")
-    add_number(parser, "--combine", 6, "largest number of combinations to try")
+    parser.subject()
+    parser.number("--rounds", 5, "how often to measure time")
+    parser.text("--optimizer", "a class of torch.optim, for example AdamW", "NAME")
+    parser.number("--combine", 6, "largest number of combinations to try")
 
 
 def run(options: Namespace) -> Result:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torchfmri._scan import (
 )
 from torchfmri._text import plural, printable
 from torchfmri._viewer import View
-from torchfmri.cli.options import Result, add_choice, add_model, add_number, add_path
+from torchfmri.cli.options import CommandOptions, Result
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
@@ -36,13 +36,13 @@ _WAITING, _NAMED = 8, 40
 """Prompts that may wait for the model."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri chat`."""
-    add_model(parser)
-    add_path(parser, "--out", "keep the scans in this folder, too", "NAME.fmri")
+    parser.model()
+    parser.path("--out", "keep the scans in this folder, too", "NAME.fmri")
     gradients = ("cached", "position", "token_loss", "none")
-    add_choice(parser, "--per", gradients, "which gradient; none for activations alone", "cached")
-    add_number(parser, "--max-new-tokens", 128, "largest number of new tokens of an answer")
+    parser.choice("--per", gradients, "which gradient; none for activations alone", "cached")
+    parser.number("--max-new-tokens", 128, "largest number of new tokens of an answer")
     add_server_arguments(parser)
 
 

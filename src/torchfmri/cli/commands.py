@@ -2,7 +2,7 @@
 
 `main` is the entry point of the package. Results go to standard output, progress to standard error.
 Exit codes are public: 0 nothing to report, 1 something was found, 2 it could not be done. A command
-is a module with `add_arguments`, which adds its options to a parser, and `run`, which returns its
+is a module with `add_arguments`, which adds to its `CommandOptions`, and `run`, which returns its
 result as data (for --json), as text, and the exit code. `_TEXTS` has its line of help. An error of
 the user is one line without a traceback; anything else is a bug and comes through.
 """
@@ -37,7 +37,7 @@ from torchfmri.cli import (
     verify,
     view,
 )
-from torchfmri.cli.options import Result
+from torchfmri.cli.options import CommandOptions, Result
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture
 
@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
     name: str
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[CommandOptions], None]
     run: Callable[[argparse.Namespace], Result]
 
 
@@ -96,7 +96,7 @@ def build_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentPar
     for command in commands:
         each = chosen.add_parser(command.name, help=command.help, description=command.help)
         each.add_argument("--json", action="store_true", help="print the result as JSON")
-        command.add_arguments(each)
+        command.add_arguments(CommandOptions(each))
         each.set_defaults(run=command.run)
     return parser
 

@@ -6,35 +6,35 @@ are public.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from torchfmri._arguments import check_file
 from torchfmri._compare import SETTINGS, Run, compare, parse_settings, run_with
 from torchfmri._model import CHOICES, FORM
-from torchfmri.cli.options import Result, add_several, add_text, say, subject_of, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of, users_code
 from torchfmri.exceptions import InspectionError
 
 _PROMPTS = ("The capital of France is Paris.", "Once upon a time there was a little girl.")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri compare`."""
     text = (
         "two of: the folder of a training run, a saved history, inspection or scan, a folder of "
         f"exported hidden states; or {FORM}, which returns (model, data, loss)"
     )
-    parser.add_argument("sides", nargs="*", metavar="SIDE", help=text)
-    parser.add_argument("--model", help=f"compare two settings of a model: {CHOICES}")
+    parser.argument("sides", nargs="*", metavar="SIDE", help=text)
+    parser.argument("--model", help=f"compare two settings of a model: {CHOICES}")
     known = ", ".join(f"{name}=" for name in SETTINGS)
     for side in ("a", "b"):
         text = f"a setting of side {side}: {known}"
-        add_several(parser, f"--{side}", text, "NAME=VALUE", default=[])
-    add_several(parser, "--prompt", "what the model reads", "TEXT")
+        parser.several(f"--{side}", text, "NAME=VALUE", default=[])
+    parser.several("--prompt", "what the model reads", "TEXT")
     text = "relative difference to allow (default: measured)"
-    add_text(parser, "--tolerance", text, "X", type=float)
-    add_text(parser, "--picture", "draw where they differ into this file", "FILE")
+    parser.text("--tolerance", text, "X", type=float)
+    parser.text("--picture", "draw where they differ into this file", "FILE")
 
 
 def run(options: Namespace) -> Result:

@@ -8,7 +8,7 @@ belongs in `read_tokens`, in `_TOKENS` and in `_scan/prompts/token_choice`.
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,12 @@ from typing import Any
 from torchfmri._arguments import check_number
 from torchfmri._contrast import Contrast
 from torchfmri._scan import Scan, condition_of, contrast, load
-from torchfmri.cli.options import (
-    Result,
-    add_choice,
-    add_number,
-    add_path,
-    add_several,
-    add_switch,
-    add_text,
-)
+from torchfmri.cli.options import CommandOptions, Result
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import save_figure
 
+_SAME = ("level", "alpha", "test", "permutations", "seed")
+"""Options that `contrast` calls by the same names."""
 _WORDS = ("all", "prompt", "generated", "last", "prompt_last")
 _TOKENS = (
     f"{', '.join(_WORDS)}, a position, FIRST:END, field:NAME, role:NAME, chars:FIRST:END or "
@@ -35,51 +29,45 @@ _TOKENS = (
 )
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri contrast`."""
-    parser.add_argument("scan", type=Path, help="a scan: NAME.fmri")
-    add_path(parser, "with_scan", "another scan to compare with", "OTHER", nargs="?")
-    parser.add_argument(
+    parser.argument("scan", type=Path, help="a scan: NAME.fmri")
+    parser.path("with_scan", "another scan to compare with", "OTHER", nargs="?")
+    parser.argument(
         "--by", default="condition", help="field with the condition (default: %(default)s)"
     )
     text = "conditions to compare; several make an F-test (default: the only two)"
-    parser.add_argument("--contrast", action="append", metavar="'A - B'", help=text)
+    parser.argument("--contrast", action="append", metavar="'A - B'", help=text)
     text = "field that pairs prompts; without a value, with OTHER: the same prompts in two models"
-    add_text(parser, "--paired", text, "FIELD", nargs="?", const=True)
-    values = parser.add_argument_group("values")
+    parser.text("--paired", text, "FIELD", nargs="?", const=True)
+    values = parser.group("values")
     metrics = ("activation", "signed", "gradient", "learning_cost", "delta_sc")
     text = "values to compare (default: activation; signed for --level unit)"
-    add_choice(values, "--metric", metrics, text)
-    add_choice(
-        values, "--level", ("layer", "voxel", "head", "unit", "feature"), "what to compare", "voxel"
-    )
-    add_several(values, "--layers", "layers to compare")
-    add_text(
-        values,
-        "--tokens",
-        f"tokens to average over: {_TOKENS} (default: all)",
-        "WHICH",
-        default="all",
-    )
-    _add_test(parser.add_argument_group("test"))
-    files = parser.add_argument_group("files")
-    add_path(files, "--out", "save the contrast", "NAME.contrast")
-    add_path(files, "--table", "write all rows: .csv, .parquet or .json")
-    add_path(files, "--picture", "draw the map into this file")
-    add_path(files, "--report", "write the report", "FILE.html")
+    values.choice("--metric", metrics, text)
+    levels = ("layer", "voxel", "head", "unit", "feature")
+    values.choice("--level", levels, "what to compare", "voxel")
+    values.several("--layers", "layers to compare")
+    text = f"tokens to average over: {_TOKENS} (default: all)"
+    values.text("--tokens", text, "WHICH", default="all")
+    _add_test(parser.group("test"))
+    files = parser.group("files")
+    files.path("--out", "save the contrast", "NAME.contrast")
+    files.path("--table", "write all rows: .csv, .parquet or .json")
+    files.path("--picture", "draw the map into this file")
+    files.path("--report", "write the report", "FILE.html")
 
 
-def _add_test(group: Any) -> None:
-    group.add_argument("--alpha", type=float, default=0.05, help="threshold (default: 0.05)")
+def _add_test(group: CommandOptions) -> None:
+    group.argument("--alpha", type=float, default=0.05, help="threshold (default: 0.05)")
     controls = ("fdr", "bonferroni", "max", "fpr", "none")
-    add_choice(group, "--height-control", controls, "the error rate that alpha limits", "fdr")
-    add_switch(group, "--one-sided", "count only A above B")
-    add_choice(group, "--test", ("t", "permutation"), "how p is computed", "t")
-    add_number(group, "--permutations", None, "number of relabellings (default: 1000)")
-    add_number(group, "--seed", 0, "seed of relabellings")
+    group.choice("--height-control", controls, "the error rate that alpha limits", "fdr")
+    group.switch("--one-sided", "count only A above B")
+    group.choice("--test", ("t", "permutation"), "how p is computed", "t")
+    group.number("--permutations", None, "number of relabellings (default: 1000)")
+    group.number("--seed", 0, "seed of relabellings")
     text = "also shuffle the labels N times and count how often anything is found"
-    add_number(group, "--calibrate", 0, text)
-    add_number(group, "--peaks", 20, "rows to print")
+    group.number("--calibrate", 0, text)
+    group.number("--peaks", 20, "rows to print")
 
 
 def run(options: Namespace) -> Result:
@@ -108,15 +96,11 @@ def _compare(options: Namespace) -> Contrast:
     metric = options.metric or ("signed" if options.level == "unit" else "activation")
     settings: dict[str, Any] = {
         "metric": metric,
-        "level": options.level,
+        **{name: getattr(options, name) for name in _SAME},
         "layers": options.layers or "*",
         "tokens": read_tokens(options.tokens),
-        "alpha": options.alpha,
         "height_control": None if options.height_control == "none" else options.height_control,
         "two_sided": not options.one_sided,
-        "test": options.test,
-        "permutations": options.permutations,
-        "seed": options.seed,
     }
     scan = load(options.scan)
     if options.with_scan is not None:

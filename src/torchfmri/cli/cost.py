@@ -6,30 +6,22 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 
 from torchfmri._cost import cost
-from torchfmri.cli.options import (
-    Result,
-    add_number,
-    add_several,
-    add_subject,
-    add_switch,
-    say,
-    subject_of,
-)
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of
 from torchfmri.exceptions import InspectionError
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri cost`."""
-    add_subject(parser)
-    add_number(parser, "--rounds", 5, "how often to measure time")
-    parser.add_argument("--batch", type=_sizes, metavar="N,N,N", help="more batch sizes to measure")
-    parser.add_argument("--length", type=_sizes, metavar="N,N,N", help="more lengths to measure")
+    parser.subject()
+    parser.number("--rounds", 5, "how often to measure time")
+    parser.argument("--batch", type=_sizes, metavar="N,N,N", help="more batch sizes to measure")
+    parser.argument("--length", type=_sizes, metavar="N,N,N", help="more lengths to measure")
     text = "predict a size that was not measured, for example 8x4096; with --batch or --length"
-    add_several(parser, "--predict", text, "BATCHxLENGTH", type=_size, default=[])
-    add_switch(parser, "--inside", "show each layer with what is inside it")
+    parser.several("--predict", text, "BATCHxLENGTH", type=_size, default=[])
+    parser.switch("--inside", "show each layer with what is inside it")
 
 
 def run(options: Namespace) -> Result:

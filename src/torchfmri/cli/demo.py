@@ -11,14 +11,14 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 from torchfmri._arguments import check_number, require
 from torchfmri._model import NamedModel, load_model
 from torchfmri._scan import TELL_EVERY, Scan, Scanner, ScanOptions
-from torchfmri.cli.options import Result, add_number, add_path, say
+from torchfmri.cli.options import CommandOptions, Result, say
 from torchfmri.cli.scan import spoken, summary
 from torchfmri.exceptions import InspectionError
 
@@ -29,15 +29,15 @@ QUESTIONS = {
 }
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri demo`."""
     text = "where to write scan.png, scan.html and scan.fmri (default: %(default)s)"
-    add_path(parser, "--out", text, "DIR", default=Path("torchfmri-demo"))
-    parser.add_argument(
+    parser.path("--out", text, "DIR", default=Path("torchfmri-demo"))
+    parser.argument(
         "--model", help=f"model to scan (default: {REAL} if it is installed, else {OURS})"
     )
-    parser.add_argument("--question", help="question to ask (default: about the capital of France)")
-    add_number(parser, "--max-new-tokens", 48, "largest number of new tokens")
+    parser.argument("--question", help="question to ask (default: about the capital of France)")
+    parser.number("--max-new-tokens", 48, "largest number of new tokens")
 
 
 def run(options: Namespace) -> Result:

@@ -7,7 +7,7 @@ of `--json` and the exit code (1 with a finding) are public.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ from torch import nn
 from torchfmri._arguments import check_file, check_number
 from torchfmri._checkup import diagnose, diagnose_script
 from torchfmri._model import FORM, find_factory, kinds_of
-from torchfmri.cli.options import Result, add_number, add_text, say, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, users_code
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import save_figure
 
 _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri diagnose`."""
     text = f"{FORM}, which returns (model, batches, loss, optimizer); or a training script"
-    parser.add_argument("subject", metavar="SUBJECT", help=text)
-    add_number(parser, "--steps", 25, "training steps")
-    add_text(parser, "--plot", "draw the run into this file", "FILE")
+    parser.argument("subject", metavar="SUBJECT", help=text)
+    parser.number("--steps", 25, "training steps")
+    parser.text("--plot", "draw the run into this file", "FILE")
 
 
 def run(options: Namespace) -> Result:

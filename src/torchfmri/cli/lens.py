@@ -6,38 +6,29 @@ tables. Options and the keys of `--json` are public.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from typing import Any
 
 from torchfmri._model import load_model
 from torchfmri._scan import attribute_inputs, attribute_logit, lens
-from torchfmri.cli.options import (
-    Result,
-    add_device,
-    add_model,
-    add_number,
-    add_path,
-    add_switch,
-    add_text,
-    dtype_of,
-)
+from torchfmri.cli.options import CommandOptions, Result, dtype_of
 from torchfmri.visualization import save_figure
 
+_LOGIT = ("token", "against", "position", "logit", "residual")
 
-def add_arguments(parser: ArgumentParser) -> None:
+
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri lens`."""
-    add_text(parser, "--prompt", "what the model reads", required=True)
-    add_model(parser)
-    add_switch(parser, "--chat", "wrap the text as a user's message")
-    add_number(parser, "--position", -1, "position whose stream is read")
-    add_number(parser, "--top", 3, "tokens to show per layer", "K")
-    add_text(
-        parser, "--token", 'token whose logit is split, such as " Paris" (default: the likeliest)'
-    )
-    add_text(parser, "--against", "token whose logit is subtracted")
-    add_switch(parser, "--inputs", "also attribute the logit to the input tokens (by gradients)")
-    add_path(parser, "--picture", "draw the lens into this file")
-    add_device(parser, dtype=True)
+    parser.text("--prompt", "what the model reads", required=True)
+    parser.model()
+    parser.switch("--chat", "wrap the text as a user's message")
+    parser.number("--position", -1, "position whose stream is read")
+    parser.number("--top", 3, "tokens to show per layer", "K")
+    parser.text("--token", 'token whose logit is split, such as " Paris" (default: the likeliest)')
+    parser.text("--against", "token whose logit is subtracted")
+    parser.switch("--inputs", "also attribute the logit to the input tokens (by gradients)")
+    parser.path("--picture", "draw the lens into this file")
+    parser.device(dtype=True)
 
 
 def run(options: Namespace) -> Result:
@@ -53,11 +44,7 @@ def run(options: Namespace) -> Result:
     data: dict[str, Any] = {
         "lens": found.to_dict(),
         "logit": {
-            "token": parts.token,
-            "against": parts.against,
-            "position": parts.position,
-            "logit": parts.logit,
-            "residual": parts.residual,
+            **{name: getattr(parts, name) for name in _LOGIT},
             "parts": dict(zip(parts.names, parts.values.tolist(), strict=True)),
             "notes": list(parts.notes),
         },

@@ -7,7 +7,7 @@ model is loaded in float32, because effects of single heads are small. Options, 
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 import torch
 
@@ -15,51 +15,36 @@ from torchfmri._files import parse, read_regular
 from torchfmri._lesion import EDITS, KINDS, METHODS, METRICS, lesion
 from torchfmri._model import load_model
 from torchfmri._text import Progress
-from torchfmri.cli.options import (
-    LOG_SECONDS,
-    Result,
-    add_choice,
-    add_device,
-    add_model,
-    add_number,
-    add_path,
-    add_several,
-    add_text,
-    say,
-)
+from torchfmri.cli.options import LOG_SECONDS, CommandOptions, Result, say
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 _LIMIT = 64 << 20
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri lesion`."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    add_text(what, "--prompt", "one prompt, with --answer")
+    what = parser.one_of()
+    what.text("--prompt", "one prompt, with --answer")
     text = 'several: lines such as {"prompt": "...", "answer": " ...", "foil": " ..."}'
-    add_path(what, "--prompts", text, "FILE.jsonl")
-    add_text(parser, "--answer", "the answer, with the space before it: ' Paris'")
-    add_text(parser, "--foil", "another answer, for logit_difference")
-    add_model(parser)
+    what.path("--prompts", text, "FILE.jsonl")
+    parser.text("--answer", "the answer, with the space before it: ' Paris'")
+    parser.text("--foil", "another answer, for logit_difference")
+    parser.model()
     text = (
         f"what to lesion: {', '.join(KINDS)}, or a place such as 'L3H*' (default: heads and mlps)"
     )
-    add_several(parser, "--of", text, "WHAT")
-    add_choice(
-        parser,
-        "--metric",
-        METRICS,
-        "what is measured (default: surprisal, or logit_difference with a foil)",
-    )
-    add_choice(parser, "--edit", EDITS, "what replaces the lesioned value", "zero")
+    parser.several("--of", text, "WHAT")
+    text = "what is measured (default: surprisal, or logit_difference with a foil)"
+    parser.choice("--metric", METRICS, text)
+    parser.choice("--edit", EDITS, "what replaces the lesioned value", "zero")
     text = "attribution estimates all lesions from one backward pass"
-    add_choice(parser, "--method", METHODS, text, "lesion")
-    add_number(parser, "--batch", 32, "lesions in one forward pass")
-    add_number(parser, "--top", 12, "rows of the table")
+    parser.choice("--method", METHODS, text, "lesion")
+    parser.number("--batch", 32, "lesions in one forward pass")
+    parser.number("--top", 12, "rows of the table")
     text = "save the map here; after an interruption the same command resumes"
-    add_path(parser, "--out", text, "FILE.json")
-    add_path(parser, "--picture", "draw the map into this file")
-    add_device(parser)
+    parser.path("--out", text, "FILE.json")
+    parser.path("--picture", "draw the map into this file")
+    parser.device()
 
 
 def run(options: Namespace) -> Result:

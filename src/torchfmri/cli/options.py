@@ -1,8 +1,8 @@
 """Options in one wording, and what all commands do alike: talk to the user, run the user's code.
 
-Every command builds its options with these functions, so that an option that two commands share has
-one name, one meaning and one help text. Progress goes through `say`: standard output is for
-results. Names and defaults of options are public; help texts may change freely.
+Every command adds its options to the `CommandOptions` that it is handed, so that an option that two
+commands share has one name, one meaning and one help text. Progress goes through `say`: standard
+output is for results. Names and defaults of options are public; help texts may change freely.
 """
 
 from __future__ import annotations
@@ -24,69 +24,79 @@ Result = tuple[dict[str, Any], str, int]
 LOG_SECONDS = 30.0
 """How often a long command writes a line where no terminal shows its progress bar."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-Options = Any
-"""A parser, or a group of its options, which argparse keeps private."""
 
 
-def add_model(parser: Options) -> None:
-    """Add `--model`."""
-    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
+class CommandOptions:
+    """The options of a command, or of a group of them.
+
+    Args:
+        parser: A parser of argparse, or one of its groups, which argparse keeps private.
+    """
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self.argument = parser.add_argument
+
+    def group(self, title: str) -> CommandOptions:
+        """Return a group of options, with a heading in the help."""
+        return CommandOptions(self._parser.add_argument_group(title))
+
+    def one_of(self) -> CommandOptions:
+        """Return a group of options of which exactly one must be given."""
+        return CommandOptions(self._parser.add_mutually_exclusive_group(required=True))
+
+    def model(self) -> None:
+        """Add `--model`."""
+        self.argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
+
+    def subject(self) -> None:
+        """Add the function that makes what the command looks at."""
+        self.text("subject", f"{FORM}, which returns (model, data, loss)", "MODULE:FACTORY")
+
+    def device(self, *, dtype: bool = False) -> None:
+        """Add `--device`, and `--dtype` if the model may be loaded in another one."""
+        if dtype:
+            text = (
+                "dtype to load the model in (default: that of its files; float32 for named models)"
+            )
+            self.choice("--dtype", _DTYPES, text)
+        self.argument("--device", help="device to run on, such as cuda (default: the model's)")
+
+    def switch(self, flag: str, text: str) -> None:
+        """Add an option that is off unless it is given."""
+        self.argument(flag, action="store_true", help=text)
+
+    def text(self, flag: str, text: str, name: str = "TEXT", **settings: Any) -> None:
+        """Add an option with a text; `name` stands for it in the help."""
+        self.argument(flag, metavar=name, help=text, **settings)
+
+    def path(self, flag: str, text: str, name: str = "FILE", **settings: Any) -> None:
+        """Add an option with a file or a folder."""
+        self.text(flag, text, name, type=Path, **settings)
+
+    def number(self, flag: str, default: int | None, text: str, name: str = "N") -> None:
+        """Add an option with a whole number; the help names its default."""
+        self.text(flag, _with_default(text, default), name, type=int, default=default)
+
+    def choice(
+        self, flag: str, choices: Iterable[str], text: str, default: str | None = None
+    ) -> None:
+        """Add an option with one of several words; the help names its default."""
+        said = _with_default(text, default)
+        self.argument(flag, choices=tuple(choices), default=default, help=said)
+
+    def several(self, flag: str, text: str, name: str = "PATTERN", **settings: Any) -> None:
+        """Add an option that may be repeated."""
+        self.text(flag, f"{text}; may be repeated", name, action="append", **settings)
 
 
-def add_subject(parser: Options) -> None:
-    """Add the function that makes what the command looks at."""
-    parser.add_argument(
-        "subject", metavar="MODULE:FACTORY", help=f"{FORM}, which returns (model, data, loss)"
-    )
-
-
-def add_device(parser: Options, *, dtype: bool = False) -> None:
-    """Add `--device`, and `--dtype` if the model may be loaded in another one."""
-    if dtype:
-        text = "dtype to load the model in (default: that of its files; float32 for named models)"
-        add_choice(parser, "--dtype", _DTYPES, text)
-    parser.add_argument("--device", help="device to run on, such as cuda (default: the model's)")
+def _with_default(text: str, default: object) -> str:
+    return text if default is None else f"{text} (default: %(default)s)"
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
     """Return the dtype that `--dtype` names."""
     return getattr(torch, name) if name else None
-
-
-def add_switch(parser: Options, flag: str, text: str) -> None:
-    """Add an option that is off unless it is given."""
-    parser.add_argument(flag, action="store_true", help=text)
-
-
-def add_text(parser: Options, flag: str, text: str, name: str = "TEXT", **settings: Any) -> None:
-    """Add an option with a text; `name` stands for it in the help."""
-    parser.add_argument(flag, metavar=name, help=text, **settings)
-
-
-def add_path(parser: Options, flag: str, text: str, name: str = "FILE", **settings: Any) -> None:
-    """Add an option with a file or a folder."""
-    parser.add_argument(flag, type=Path, metavar=name, help=text, **settings)
-
-
-def add_number(parser: Options, flag: str, default: int | None, text: str, name: str = "N") -> None:
-    """Add an option with a whole number; the help names its default."""
-    said = text if default is None else f"{text} (default: %(default)s)"
-    parser.add_argument(flag, type=int, default=default, metavar=name, help=said)
-
-
-def add_choice(
-    parser: Options, flag: str, choices: Iterable[str], text: str, default: str | None = None
-) -> None:
-    """Add an option with one of several words; the help names its default."""
-    said = text if default is None else f"{text} (default: %(default)s)"
-    parser.add_argument(flag, choices=tuple(choices), default=default, help=said)
-
-
-def add_several(parser: Options, flag: str, text: str, name: str = "PATTERN", **more: Any) -> None:
-    """Add an option that may be repeated."""
-    parser.add_argument(
-        flag, action="append", metavar=name, help=f"{text}; may be repeated", **more
-    )
 
 
 def say(command: str, text: str) -> None:

@@ -7,17 +7,17 @@ the exit code are public.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from torchfmri._scan import load, repair
 from torchfmri._text import plural
-from torchfmri.cli.options import Result
+from torchfmri.cli.options import CommandOptions, Result
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri repair`."""
-    parser.add_argument("folder", type=Path, help="a scan: NAME.fmri")
+    parser.argument("folder", type=Path, help="a scan: NAME.fmri")
 
 
 def run(options: Namespace) -> Result:

@@ -7,25 +7,25 @@ found. Options, the keys of `--json` and the exit code are public.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from torchfmri._incidents import replay
 from torchfmri._model import FORM
-from torchfmri.cli.options import Result, add_number, add_text, say, subject_of, users_code
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of, users_code
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri replay`."""
     text = "an incident that a Monitor wrote, or a folder of several"
-    parser.add_argument("folder", type=Path, help=text)
+    parser.argument("folder", type=Path, help=text)
     text = "process to replay (default: the one with the origin)"
-    add_number(parser, "--rank", None, text)
+    parser.number("--rank", None, text)
     text = (
         f"{FORM}, which returns (model, data, loss), to run the step again on the incident's own "
         "batch: data is not used and may be None. Without a factory the stored finding is printed"
     )
-    add_text(parser, "--factory", text, "MODULE:FACTORY")
+    parser.text("--factory", text, "MODULE:FACTORY")
 
 
 def run(options: Namespace) -> Result:

@@ -7,10 +7,10 @@ that changes the training belongs there, or old results are taken for new ones.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
-from torchfmri.cli.options import Result, add_number, add_path, add_switch, add_text, say
+from torchfmri.cli.options import CommandOptions, Result, say
 from torchfmri.routing.experiment import (
     VARIANTS,
     Experiment,
@@ -22,19 +22,27 @@ from torchfmri.routing.experiment import (
 )
 
 MADE = "made"
+_SIZES = {
+    "steps": "training steps of a run",
+    "batch": "sequences per step",
+    "hidden_size": "size of the residual stream",
+    "blocks": "transformer blocks",
+    "heads": "attention heads",
+}
+"""Options with the names of fields of a `RunPlan`."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri routing`."""
     plan = RunPlan("")
-    parser.add_argument(
+    parser.argument(
         "--signal",
         action="append",
         choices=tuple(VARIANTS),
         help="what the routing learns from; may be repeated (default: all)",
     )
-    add_number(parser, "--seeds", 3, "seeds per signal")
-    parser.add_argument(
+    parser.number("--seeds", 3, "seeds per signal")
+    parser.argument(
         "--lengths",
         type=int,
         nargs="+",
@@ -42,37 +50,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="lengths of the sequence tasks (default: %(default)s)",
     )
     text = f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some"
-    add_text(parser, "--puzzles", text, "FOLDER")
-    for name, meaning in (
-        ("steps", "training steps of a run"),
-        ("batch", "sequences per step"),
-        ("hidden-size", "size of the residual stream"),
-        ("blocks", "transformer blocks"),
-        ("heads", "attention heads"),
-    ):
-        add_number(parser, f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
-    parser.add_argument(
+    parser.text("--puzzles", text, "FOLDER")
+    for name, meaning in _SIZES.items():
+        parser.number(f"--{name.replace('_', '-')}", getattr(plan, name), meaning)
+    parser.argument(
         "--device", default="cpu", help="device to train on, such as cuda (default: cpu)"
     )
-    add_number(parser, "--workers", 1, "parallel runs, one thread each")
-    add_number(parser, "--checkpoint-every", 500, "steps between two checkpoints")
+    parser.number("--workers", 1, "parallel runs, one thread each")
+    parser.number("--checkpoint-every", 500, "steps between two checkpoints")
     text = "folder of results and checkpoints; what is finished there is not run again"
-    add_path(parser, "--out", text, "FOLDER", default=Path("torchfmri-routing"))
-    add_switch(parser, "--no-figures", "write the results without figures")
+    parser.path("--out", text, "FOLDER", default=Path("torchfmri-routing"))
+    parser.switch("--no-figures", "write the results without figures")
 
 
 def run(options: Namespace) -> Result:
     """Train what is missing, and return the result as data, as text, and as an exit code."""
-    plan = RunPlan(
-        "",
-        steps=options.steps,
-        batch=options.batch,
-        hidden_size=options.hidden_size,
-        blocks=options.blocks,
-        heads=options.heads,
-        lengths=tuple(options.lengths),
-        puzzles=_puzzles(options),
-    )
+    sizes = {name: getattr(options, name) for name in _SIZES}
+    plan = RunPlan("", lengths=tuple(options.lengths), puzzles=_puzzles(options), **sizes)
     experiment = Experiment(
         plan=plan,
         variants=tuple(dict.fromkeys(options.signal or VARIANTS)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,79 +36,58 @@ from torchfmri._scan import (
     scan_rows,
 )
 from torchfmri._text import Progress, plural, printable
-from torchfmri.cli.options import (
-    LOG_SECONDS,
-    Result,
-    add_choice,
-    add_device,
-    add_model,
-    add_number,
-    add_path,
-    add_several,
-    add_switch,
-    add_text,
-    dtype_of,
-    say,
-)
+from torchfmri.cli.options import LOG_SECONDS, CommandOptions, Result, dtype_of, say
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 
 _DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--strict")
+_MEASURED = ("voxel", "loss", "tensors", "verify", "attention", "lens", "experts", "heads")
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri scan`."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    add_text(what, "--prompt", "scan one prompt")
+    what = parser.one_of()
+    what.text("--prompt", "scan one prompt")
     text = "scan every row of a file; after an interruption the same command resumes"
-    add_path(what, "--dataset", text, "FILE.jsonl")
-    add_model(parser)
-    add_path(parser, "--out", "folder to keep the scan in (needed for --dataset)", "NAME.fmri")
-    add_switch(parser, "--overwrite", "replace the folder (--prompt)")
-    add_path(parser, "--picture", "draw the scan into this file (--prompt)")
-    add_path(parser, "--page", "write the page of the scan (--prompt)", "FILE.html")
-    add_switch(parser, "--live", "watch the scan in a browser, until Ctrl-C (--prompt)")
-    _add_generation(parser.add_argument_group("generation"))
-    _add_measurement(parser.add_argument_group("measurement"))
-    rows = parser.add_argument_group("datasets")
-    add_text(
-        rows, "--field", "field with the prompt (default: prompt, messages, text or ids)", "NAME"
-    )
+    what.path("--dataset", text, "FILE.jsonl")
+    parser.model()
+    parser.path("--out", "folder to keep the scan in (needed for --dataset)", "NAME.fmri")
+    parser.switch("--overwrite", "replace the folder (--prompt)")
+    parser.path("--picture", "draw the scan into this file (--prompt)")
+    parser.path("--page", "write the page of the scan (--prompt)", "FILE.html")
+    parser.switch("--live", "watch the scan in a browser, until Ctrl-C (--prompt)")
+    _add_generation(parser.group("generation"))
+    _add_measurement(parser.group("measurement"))
+    rows = parser.group("datasets")
+    rows.text("--field", "field with the prompt (default: prompt, messages, text or ids)", "NAME")
     text = "field with the label for `torchfmri contrast` (default: condition)"
-    add_text(rows, "--condition-field", text, "NAME")
-    add_text(rows, "--id-field", "field that names a row (default: its number)", "NAME")
-    add_number(rows, "--batch", None, "rows at once (default: 1)")
-    add_switch(rows, "--strict", "stop at the first row that cannot be scanned")
+    rows.text("--condition-field", text, "NAME")
+    rows.text("--id-field", "field that names a row (default: its number)", "NAME")
+    rows.number("--batch", None, "rows at once (default: 1)")
+    rows.switch("--strict", "stop at the first row that cannot be scanned")
     add_server_arguments(parser)
 
 
-def _add_generation(group: Any) -> None:
-    add_switch(group, "--chat", "wrap texts as a user's message")
-    add_number(
-        group, "--max-new-tokens", 64, "largest number of new tokens; 0 only reads the prompt"
-    )
-    add_switch(group, "--sample", "sample instead of decoding greedily")
-    add_text(group, "--temperature", "temperature of sampling", "T", type=float)
-    add_number(group, "--seed", 0, "seed of sampling")
+def _add_generation(group: CommandOptions) -> None:
+    group.switch("--chat", "wrap texts as a user's message")
+    group.number("--max-new-tokens", 64, "largest number of new tokens; 0 only reads the prompt")
+    group.switch("--sample", "sample instead of decoding greedily")
+    group.text("--temperature", "temperature of sampling", "T", type=float)
+    group.number("--seed", 0, "seed of sampling")
 
 
-def _add_measurement(group: Any) -> None:
+def _add_measurement(group: CommandOptions) -> None:
     gradients = ("position", "token_loss", "cached", "none")
-    add_choice(
-        group, "--per", gradients, "gradient to measure; none records activations only", "position"
-    )
-    add_several(group, "--layers", "layers to watch")
-    add_number(group, "--voxel", 64, "units per voxel")
-    add_choice(
-        group,
-        "--loss",
-        ("generated", "all"),
-        "tokens that the loss counts (default: generated, if any)",
-    )
-    add_switch(group, "--heads", "also record what each head writes")
-    add_text(group, "--tensors", "layers whose tensors are kept in full", "PATTERN")
-    group.add_argument(
+    text = "gradient to measure; none records activations only"
+    group.choice("--per", gradients, text, "position")
+    group.several("--layers", "layers to watch")
+    group.number("--voxel", 64, "units per voxel")
+    text = "tokens that the loss counts (default: generated, if any)"
+    group.choice("--loss", ("generated", "all"), text)
+    group.switch("--heads", "also record what each head writes")
+    group.text("--tensors", "layers whose tensors are kept in full", "PATTERN")
+    group.argument(
         "--vectors",
         action="append",
         choices=("all", "prompt", "generated", "last", "none"),
@@ -116,30 +95,21 @@ def _add_measurement(group: Any) -> None:
         "and last for a dataset)",
     )
     text = "also record scores of every head; with a pattern, the full attention of those layers"
-    add_text(group, "--attention", text, "PATTERN", nargs="?", const=True, default=False)
-    add_switch(group, "--lens", "also record what each block would predict next")
-    add_switch(group, "--experts", "also record which experts each token is sent to")
-    add_switch(group, "--verify", "generate again without hooks and compare the tokens")
-    add_device(group, dtype=True)
+    group.text("--attention", text, "PATTERN", nargs="?", const=True, default=False)
+    group.switch("--lens", "also record what each block would predict next")
+    group.switch("--experts", "also record which experts each token is sent to")
+    group.switch("--verify", "generate again without hooks and compare the tokens")
+    group.device(dtype=True)
 
 
 def run(options: Namespace) -> Result:
     """Scan, and return the result as data, as text, and as an exit code."""
     # Before the model is loaded: what is wrong, or would be ignored, is said at once.
     _check_options(options)
-    measured = ScanOptions(
-        None if options.per == "none" else options.per,
-        options.layers or "*",
-        options.voxel,
-        options.loss,
-        options.tensors,
-        verify=options.verify,
-        vectors=_vectors(options.vectors),
-        attention=options.attention,
-        lens=options.lens,
-        experts=options.experts,
-        heads=options.heads,
-    )
+    per = None if options.per == "none" else options.per
+    same: dict[str, Any] = {name: getattr(options, name) for name in _MEASURED}
+    vectors = _vectors(options.vectors)
+    measured = ScanOptions(per, options.layers or "*", vectors=vectors, **same)
     rows = None
     if options.dataset is not None:
         label = "condition" if options.condition_field is None else options.condition_field
@@ -259,13 +229,12 @@ def summary(scan: Scan) -> dict[str, Any]:
         "generated": int(sequence.tokens.generated.sum()),
         "checks": dict(sequence.checks),
         "meta": dict(scan.meta),
-        "medians": {
-            metric: dict(zip(scan.layers, medians.tolist(), strict=True))
-            for metric, (medians, _) in found.items()
-        },
-        "positions": {
-            metric: dict(zip(scan.layers, counts.tolist(), strict=True))
-            for metric, (_, counts) in found.items()
+        **{
+            name: {
+                metric: dict(zip(scan.layers, both[at].tolist(), strict=True))
+                for metric, both in found.items()
+            }
+            for at, name in enumerate(("medians", "positions"))
         },
     }
 

@@ -6,28 +6,19 @@ Options, the keys of `--json` and the exit code (1 if a layer is wrong) are publ
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from torchfmri._verify import verify_gradients
-from torchfmri.cli.options import (
-    Result,
-    add_number,
-    add_several,
-    add_subject,
-    add_switch,
-    say,
-    subject_of,
-    users_code,
-)
+from torchfmri.cli.options import CommandOptions, Result, say, subject_of, users_code
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri verify`."""
-    add_subject(parser)
-    add_several(parser, "--layers", "verify these layers only, for example '*.mlp'")
-    add_several(parser, "--expected", "layers whose gradient differs on purpose")
-    add_number(parser, "--directions", 2, "random directions for each input and parameter")
-    add_switch(parser, "--second", "verify second derivatives too")
+    parser.subject()
+    parser.several("--layers", "verify these layers only, for example '*.mlp'")
+    parser.several("--expected", "layers whose gradient differs on purpose")
+    parser.number("--directions", 2, "random directions for each input and parameter")
+    parser.switch("--second", "verify second derivatives too")
 
 
 def run(options: Namespace) -> Result:

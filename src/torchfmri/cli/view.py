@@ -6,35 +6,35 @@ that serves one has the same. Names of options are public, and `run` waits until
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from torchfmri._scan import board_of, difference_of
 from torchfmri._viewer import View, serve
-from torchfmri.cli.options import Result, add_switch, add_text
+from torchfmri.cli.options import CommandOptions, Result
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandOptions) -> None:
     """Add the options of `torchfmri view`."""
     text = "a scan (NAME.fmri), a contrast (NAME.contrast), or a Monitor's run or folder of runs"
-    add_text(parser, "what", text, "SCAN")
-    add_text(parser, "other", "show SCAN2 - SCAN", "SCAN2", nargs="?")
+    parser.text("what", text, "SCAN")
+    parser.text("other", "show SCAN2 - SCAN", "SCAN2", nargs="?")
     add_server_arguments(parser)
 
 
-def add_server_arguments(parser: ArgumentParser) -> None:
+def add_server_arguments(parser: CommandOptions) -> None:
     """Add the options of every command that serves a page."""
-    group = parser.add_argument_group("the page")
-    group.add_argument(
+    group = parser.group("the page")
+    group.argument(
         "--port", type=int, default=0, metavar="N", help="port of the page (default: a free one)"
     )
-    group.add_argument(
+    group.argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
-    group.add_argument("--token", help="secret in the address of the page (default: random)")
-    add_switch(group, "--remote", "let other machines in; nothing is encrypted")
-    add_switch(group, "--no-browser", "only print the address")
+    group.argument("--token", help="secret in the address of the page (default: random)")
+    group.switch("--remote", "let other machines in; nothing is encrypted")
+    group.switch("--no-browser", "only print the address")
 
 
 def served(options: Namespace, board: Any, name: str, **further: Any) -> View:

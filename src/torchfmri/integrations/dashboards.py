@@ -1,23 +1,58 @@
-"""Find the dashboard runs that a trainer has opened itself, so that they get a summary.
+"""A callback's Monitor, and the dashboard runs of its trainer, which get a summary.
 
-The callbacks in `huggingface` and `lightning` ask here for open runs, and `writer_for` wraps each
-in a writer of `writers`. It never opens a run, and imports no dashboard package: if a run is open,
-that has been imported already. Only the main process yields runs, since the others have none.
-Trainer gives its TensorBoard writer to no other callback, so that one is looked for among all
-objects; keep the comparison of exact types there, because `isinstance` makes lazy objects load.
-Another dashboard is a branch in `writer_for` and in the function of its trainer.
+The callbacks in `huggingface` and `lightning` are `Follower`s. They ask here for open runs, and
+`writer_for` wraps each in a writer of `writers`. It never opens a run, and imports no dashboard
+package: if a run is open, that has been imported already. Only the main process yields runs, since
+the others have none. Trainer gives its TensorBoard writer to no other callback, so that one is
+looked for among all objects; keep the comparison of exact types there, because `isinstance` makes
+lazy objects load. Another dashboard is a branch in `writer_for` and in the function of its trainer.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchfmri._monitor import Writer
+from torchfmri._arguments import check_flag
+from torchfmri._monitor import Monitor, Writer, check_options, check_writer
+from torchfmri.exceptions import FindingWarning
 from torchfmri.integrations.writers import TensorBoardWriter, TrackioWriter, WandbWriter
+
+
+class Follower:
+    """What the callbacks of all trainers share: their arguments, and the Monitor with its writers.
+
+    Args:
+        *writers: Writers for the Monitor.
+        dashboards: Whether the run that the trainer has opened gets a summary if there are none.
+        **options: Options of the Monitor.
+    """
+
+    def __init__(self, *writers: Writer, dashboards: bool = True, **options: Any) -> None:
+        check_flag("dashboards", dashboards)
+        self._dashboards = dashboards
+        self.monitor: Monitor | None = None
+        self._writers = [check_writer(each) for each in writers]
+        self._options = check_options(options)
+
+    def _follow(self, monitor: Monitor, runs: Iterable[Any]) -> None:
+        """Take a new Monitor, and give it the user's writers, or those of the trainer's runs."""
+        self.monitor = monitor
+        open_runs = runs if self._dashboards and not self._writers else ()
+        found = [write for run in open_runs if (write := writer_for(run)) is not None]
+        for write in self._writers or found:
+            monitor.add_writer(write)
+
+    def _warn(self) -> None:
+        """Warn of what the monitor found since it was last asked; remarks are left out."""
+        for finding in self.monitor.new_findings() if self.monitor is not None else ():
+            if finding.severity != "inform":
+                said = f"torchfmri: {finding.text} {finding.advice}"
+                warnings.warn(said, FindingWarning, stacklevel=3)
 
 
 def writer_for(run: Any) -> Writer | None:

@@ -13,11 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from torchfmri._arguments import check_flag
-from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
+from torchfmri._monitor import Monitor, MonitoredStep, Writer
 from torchfmri.exceptions import InspectionError, NonFiniteWarning
-from torchfmri.integrations.dashboards import trainer_runs, writer_for
-from torchfmri.integrations.findings import first_nonfinite_step, warn_of_findings
+from torchfmri.integrations.dashboards import Follower, trainer_runs
 
 try:
     from transformers import TrainerCallback
@@ -27,7 +25,7 @@ except ImportError as error:
     ) from error
 
 
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(Follower, TrainerCallback):
     """Follows a Trainer: each optimizer step is one step, however many micro-batches it takes.
 
     Evaluation and prediction are not watched. The loss is the one that the model returns. What is
@@ -45,11 +43,7 @@ class MonitorCallback(TrainerCallback):
     """
 
     def __init__(self, *writers: Writer, dashboards: bool = True, **options: Any) -> None:
-        check_flag("dashboards", dashboards)
-        self._dashboards = dashboards
-        self.monitor: Monitor | None = None
-        self._writers = [check_writer(each) for each in writers]
-        self._options = check_options(options)
+        super().__init__(*writers, dashboards=dashboards, **options)
         self._step: AbstractContextManager[MonitoredStep] | None = None
         self._warned = False
 
@@ -64,14 +58,7 @@ class MonitorCallback(TrainerCallback):
                 "instead: Monitor(model, optimizer)."
             )
         if self.monitor is None or self.monitor.model is not model:
-            self.monitor = Monitor(model, **self._options)
-            for write in self._writers or self._summaries(args, state):
-                self.monitor.add_writer(write)
-
-    def _summaries(self, args: Any, state: Any) -> list[Writer]:
-        """Writers for the runs that the Trainer has opened before this callback is asked."""
-        runs = trainer_runs(args, state) if self._dashboards else ()
-        return [write for run in runs if (write := writer_for(run)) is not None]
+            self._follow(Monitor(model, **self._options), trainer_runs(args, state))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to watch a step."""
@@ -83,14 +70,13 @@ class MonitorCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the step that the optimizer has just taken, and warn of findings."""
         self._leave(finished=True)
-        if self.monitor is not None:
-            warn_of_findings(self.monitor)
+        self._warn()
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warn once if the Trainer's log hides a loss that is not finite."""
         if self._warned or self.monitor is None or not args.logging_nan_inf_filter:
             return
-        step = first_nonfinite_step(self.monitor)
+        step = _first_nonfinite_step(self.monitor)
         if step is not None:
             self._warned = True
             warnings.warn(
@@ -117,6 +103,18 @@ class MonitorCallback(TrainerCallback):
             step.__exit__(_LeftEarly, left, None)
         except _LeftEarly:
             return
+
+
+def _first_nonfinite_step(monitor: Monitor) -> int | None:
+    """Return the first step whose loss or gradients were not finite; None if there is none."""
+    held = [step.number for step in monitor.history if "nonfinite" in step.scalars]
+    found = [
+        each.step
+        for finding in monitor.findings
+        for each in (finding, *finding.consequences)
+        if each.problem.startswith("nonfinite") and each.step is not None
+    ]
+    return min([*held, *found], default=None)
 
 
 class _LeftEarly(Exception):  # noqa: N818 (no error: it never leaves this file)

@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchfmri._arguments import check_flag
-from torchfmri._monitor import Monitor, Writer, check_options, check_writer
-from torchfmri.integrations.dashboards import lightning_runs, writer_for
-from torchfmri.integrations.findings import warn_of_findings
+from torchfmri._monitor import Monitor
+from torchfmri.integrations.dashboards import Follower, lightning_runs
 
 try:
     from lightning.pytorch import Callback
@@ -25,7 +23,7 @@ except ImportError as error:
     ) from error
 
 
-class MonitorCallback(Callback):
+class MonitorCallback(Follower, Callback):
     """Follows a Lightning Trainer: each optimizer step is one step.
 
     With several optimizers the last one ends a step. Validation is not watched. The loss is what
@@ -42,25 +40,16 @@ class MonitorCallback(Callback):
         monitor: The Monitor; None until training begins.
     """
 
-    def __init__(self, *writers: Writer, dashboards: bool = True, **options: Any) -> None:
-        check_flag("dashboards", dashboards)
-        self._dashboards = dashboards
-        self.monitor: Monitor | None = None
-        self._writers = [check_writer(each) for each in writers]
-        self._options = check_options(options)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the Monitor, if there is none for this model, and attach it."""
         self._detach()
         if self.monitor is None or self.monitor.model is not pl_module:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             options = {"scaler": scaler, **self._options}
-            self.monitor = Monitor(pl_module, trainer.optimizers, **options)
-            runs = lightning_runs(trainer) if self._dashboards and not self._writers else ()
-            found = [write for run in runs if (write := writer_for(run)) is not None]
-            for write in self._writers or found:
-                self.monitor.add_writer(write)
-        self.monitor.attach()
+            monitor = Monitor(pl_module, trainer.optimizers, **options)
+            self._follow(monitor, lightning_runs(trainer))
+        if self.monitor is not None:
+            self.monitor.attach()
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -78,8 +67,7 @@ class MonitorCallback(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Say what was found."""
-        if self.monitor is not None:
-            warn_of_findings(self.monitor)
+        self._warn()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach."""

@@ -27,6 +27,7 @@ FIELDS = ("rms", "mean", "std", "abs_max", "nan", "inf")
 _KNOWN = tuple(name for name in COLUMNS if name == "rms" or hasattr(Statistics, name))
 _BINS = 64
 _FIRST_IMAGE = 10
+_LEVELS = {"alarm": "ERROR", "warn": "WARN", "inform": "INFO"}
 _MAPS = ("activations", "gradients", UPDATES)
 Image = NDArray[np.uint8]
 
@@ -35,13 +36,26 @@ class _Summary:
     """What a dashboard gets of a run: numbers of each step, and now and then a picture.
 
     Args:
+        run: What it is written to; it must have the method that `_NEEDS` names.
         fields: Statistics of every layer to write besides.
         histograms: Whether to write the histogram of every layer, where the Monitor takes them.
         images: One heat map of layers over steps in so many watched steps; 0 for none. They need
             matplotlib; without it there are none.
     """
 
-    def __init__(self, fields: Sequence[str] | None, histograms: bool, images: int) -> None:
+    _NEEDS = ("run", "log", "")
+    """The name of `run` for the user, the method that it must have, and what to give."""
+
+    def __init__(
+        self,
+        run: Any,
+        fields: Sequence[str] | None = None,
+        histograms: bool = False,
+        images: int = 100,
+    ) -> None:
+        name, method, meaning = self._NEEDS
+        require(hasattr(run, method), name, run, meaning)
+        self._run = run
         self._fields: Sequence[str] = ()
         if fields is not None:
             self._fields = check_each("fields", fields, _KNOWN, "name statistics")
@@ -51,16 +65,15 @@ class _Summary:
         self._history = History(with_histograms=0)
         self._count = 0
         self._broken = False
+        self._defined: set[str] = set()
 
     def numbers(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
-        """The numbers of a step by name."""
-        numbers = dict(_of_step(step))
-        numbers |= _of_kinds(step, found)
-        numbers |= dict(_details(step, found, self._fields))
-        return numbers
+        """Return the numbers of a step by name."""
+        kinds, details = _of_kinds(step, found), _details(step, found, self._fields)
+        return {**dict(_of_step(step)), **kinds, **dict(details)}
 
     def pictures(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, Image]:
-        """Heat maps by name, where one is due at this step."""
+        """Return heat maps by name, if one is due at this step."""
         if not self._images:
             return {}
         self._history.append(
@@ -84,7 +97,7 @@ class _Summary:
         }
 
     def histograms(self, found: Mapping[Series, Statistics]) -> dict[Series, Statistics]:
-        """The statistics whose histogram is to be written."""
+        """Return the statistics whose histogram is to be written."""
         if not self._histograms:
             return {}
         return {
@@ -104,6 +117,8 @@ class TensorBoardWriter(_Summary):
         images: One heat map of layers over steps in so many watched steps; 0 for none.
     """
 
+    _NEEDS = ("writer", "add_scalar", "give a SummaryWriter of torch.utils.tensorboard")
+
     def __init__(
         self,
         writer: Any,
@@ -111,20 +126,17 @@ class TensorBoardWriter(_Summary):
         histograms: bool = False,
         images: int = 100,
     ) -> None:
-        meaning = "give a SummaryWriter of torch.utils.tensorboard"
-        require(hasattr(writer, "add_scalar"), "writer", writer, meaning)
-        super().__init__(fields, histograms, images)
-        self._writer = writer
+        super().__init__(writer, fields, histograms, images)
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
         for name, value in self.numbers(step, found).items():
-            self._writer.add_scalar(name, value, step.number)
+            self._run.add_scalar(name, value, step.number)
         for name, image in self.pictures(step, found).items():
-            self._writer.add_image(name, image, step.number, dataformats="HWC")
+            self._run.add_image(name, image, step.number, dataformats="HWC")
         for (layer, what), statistics in self.histograms(found).items():
             counts, edges = statistics.linear_histogram(_BINS)
-            self._writer.add_histogram_raw(
+            self._run.add_histogram_raw(
                 f"{what}/{layer or 'model'}",
                 min=float(statistics.min),
                 max=float(statistics.max),
@@ -140,7 +152,7 @@ class TensorBoardWriter(_Summary):
         """Write what was found wrong, as text."""
         for each in findings:
             text = f"**{each.severity}** {each.problem}, {_when(each, step)}: {_said(each)}"
-            self._writer.add_text("torchfmri/findings", text, step)
+            self._run.add_text("torchfmri/findings", text, step)
 
 
 class WandbWriter(_Summary):
@@ -155,17 +167,7 @@ class WandbWriter(_Summary):
         images: One heat map of layers over steps in so many watched steps; 0 for none.
     """
 
-    def __init__(
-        self,
-        run: Any,
-        fields: Sequence[str] | None = None,
-        histograms: bool = False,
-        images: int = 100,
-    ) -> None:
-        require(hasattr(run, "log"), "run", run, "give a run, which wandb.init() returns")
-        super().__init__(fields, histograms, images)
-        self._run = run
-        self._defined: set[str] = set()
+    _NEEDS = ("run", "log", "give a run, which wandb.init() returns")
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
@@ -200,13 +202,8 @@ class WandbWriter(_Summary):
 
     def found(self, step: int, findings: Sequence[Finding]) -> None:
         """Send what was found wrong as alerts."""
-        levels = {"alarm": "ERROR", "warn": "WARN", "inform": "INFO"}
         for each in findings:
-            self._run.alert(
-                title=f"torchfmri: {each.problem}, {_when(each, step)}",
-                text=_said(each),
-                level=levels[each.severity],
-            )
+            self._run.alert(level=_LEVELS[each.severity], **_alert(each, step))
 
 
 class TrackioWriter(_Summary):
@@ -218,10 +215,10 @@ class TrackioWriter(_Summary):
         images: One heat map of layers over steps in so many watched steps; 0 for none.
     """
 
+    _NEEDS = ("run", "log", "give a run, which trackio.init() returns")
+
     def __init__(self, run: Any, fields: Sequence[str] | None = None, images: int = 100) -> None:
-        require(hasattr(run, "log"), "run", run, "give a run, which trackio.init() returns")
-        super().__init__(fields, False, images)
-        self._run = run
+        super().__init__(run, fields, False, images)
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
@@ -239,21 +236,16 @@ class TrackioWriter(_Summary):
             return
         import trackio
 
-        levels = {"alarm": "ERROR", "warn": "WARN", "inform": "INFO"}
         for each in findings:
-            self._run.alert(
-                title=f"torchfmri: {each.problem}, {_when(each, step)}",
-                text=_said(each),
-                level=getattr(trackio.AlertLevel, levels[each.severity]),
-                step=step,
-            )
+            level = getattr(trackio.AlertLevel, _LEVELS[each.severity])
+            self._run.alert(level=level, step=step, **_alert(each, step))
 
 
 # -- numbers -------------------------------------------------------------------------------------
 
 
 def _of_step(step: Step) -> Iterator[tuple[str, float]]:
-    """The numbers of the step itself; those that are not known are left out."""
+    """Yield the numbers of the step itself; those that are not known are left out."""
     if step.has_loss:  # also one that is NaN
         yield "torchfmri/loss", step.loss
     for name, value in {"seconds": step.seconds, **step.scalars}.items():
@@ -262,7 +254,7 @@ def _of_step(step: Step) -> Iterator[tuple[str, float]]:
 
 
 def _of_kinds(step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
-    """Of layers whose names differ only in numbers, the largest rms; of all, what is not finite."""
+    """Return the largest rms of each kind of layer, and how many values are not finite."""
     largest: dict[str, float] = {}
     bad: dict[str, float] = {}
     for (layer, what), statistics in found.items():
@@ -283,7 +275,7 @@ def _of_kinds(step: Step, found: Mapping[Series, Statistics]) -> dict[str, float
 def _details(
     step: Step, found: Mapping[Series, Statistics], fields: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
-    """Statistics of every layer; those that are not known are left out."""
+    """Yield statistics of every layer; those that are not known are left out."""
     if not fields:
         return
     for (layer, what), statistics in found.items():
@@ -306,7 +298,7 @@ def _field(statistics: Statistics, field: str) -> float:
 
 
 def _picture(history: History, what: str) -> Image:
-    """A heat map of layers over steps as pixels (height, width, 3)."""
+    """Return a heat map of layers over steps as pixels (height, width, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure: Any = history_plots.plot_history(history, "rms", what).figure
@@ -318,6 +310,12 @@ def _picture(history: History, what: str) -> Image:
 
 def _when(finding: Finding, step: int) -> str:
     return f"step {step if finding.step is None else finding.step}"
+
+
+def _alert(finding: Finding, step: int) -> dict[str, str]:
+    """Return title and text of a finding, as the alerts of both dashboards take them."""
+    title = f"torchfmri: {finding.problem}, {_when(finding, step)}"
+    return {"title": title, "text": _said(finding)}
 
 
 def _said(finding: Finding) -> str:

@@ -14,6 +14,8 @@ from torchfmri.visualization._figure import (
     MOST_LINES,
     axes_or_new,
     check_picture,
+    draw_cells,
+    draw_colour_bar,
     escape,
     new_figure,
     save_figure,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._text import layer_label, shorten
+from torchfmri._text import few, layer_label, shorten
 from torchfmri.visualization._colour_scale import (
     ColourScale,
     pool_rows,
@@ -22,7 +22,15 @@ from torchfmri.visualization._colour_scale import (
     scale_from,
     ticks_between,
 )
-from torchfmri.visualization._figure import GREY, draw_ring, escape, write_above, write_middle
+from torchfmri.visualization._figure import (
+    GREY,
+    draw_colour_bar,
+    draw_ring,
+    escape,
+    write_above,
+    write_beside,
+    write_middle,
+)
 from torchfmri.visualization._token_track import (
     TRACK_INCHES,
     TokenTrack,
@@ -43,7 +51,7 @@ _ROW = 0.042
 _LEAST, _LARGEST_FACTOR = 1.7, 2.5
 _THINNEST = 0.012
 _LETTERS = 17.0
-"""How many letters of a colour bar's label stand along an inch of it."""
+"""How many letters of a small text stand along an inch."""
 _MANY_BANDS = 20
 _MOST_ROWS = 900
 _BETWEEN_LABELS = 0.105
@@ -164,7 +172,8 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
     draw_boundaries(ax, brain.tokens)
     draw_strip(ax, brain.tokens)
     if text:
-        label_tokens(ax, brain.tokens, brain.inches[0], [remark, brain.remark])
+        remarks = ["\n".join(wrap(remark, int(_LETTERS * brain.inches[0]))), brain.remark]
+        label_tokens(ax, brain.tokens, brain.inches[0], remarks)
     if surprisal and number:
         draw_surprisal(ax, brain.tokens)
     _write_title(ax, brain, surprisal and number > 0)
@@ -216,25 +225,26 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
     """Write names of bands and marks beside the map; return a remark if some had no room."""
     places: list[float] = []
     texts: list[str] = []
-    named = 0
+    left_out: list[str] = []
     last = last_name = -1.0
     for band, (top, end) in zip(bands, edges, strict=False):
-        label = escape(shorten(layer_label(band.label), _LONGEST_LABEL))
+        label = shorten(layer_label(band.label), _LONGEST_LABEL)
         middle = (top + end) / 2
         if len(band.rows) == 1 or not band.marks:
             if middle - max(last, last_name) >= _BETWEEN_LABELS:
                 places.append(middle)
-                texts.append(label)
+                texts.append(escape(label))
                 last = last_name = middle
-                named += 1
+            else:
+                left_out.append(label)
             continue
         if middle - last_name >= _BETWEEN_LABELS:
-            onto: Any = ("axes fraction", "data")
-            look: dict[str, Any] = {"ha": "right", "va": "center", "fontweight": "bold"}
-            look |= {"textcoords": "offset points", "annotation_clip": False, "fontsize": 7.5}
-            ax.annotate(label, (0, middle), (-20, 0), xycoords=onto, **look)
+            look: dict[str, Any] = {"ha": "right", "fontweight": "bold", "fontsize": 7.5}
+            look |= {"xytext": (-20, 0), "textcoords": "offset points", "annotation_clip": False}
+            write_beside(ax, label, 0, middle, **look)
             last_name = middle
-            named += 1
+        else:
+            left_out.append(label)
         row = (end - top) / len(band.rows)
         for place, text in band.marks:
             at = top + (place + 0.5) * row
@@ -244,7 +254,10 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
                 last = at
     ax.set_yticks(places, texts, fontsize=7)
     ax.tick_params(axis="y", length=2, pad=2)
-    return f"{named} of {len(bands)} labels shown" if named < len(bands) else ""
+    if not left_out:
+        return ""
+    names = f"the name{'s' * (len(left_out) > 1)} of {few(left_out, 2)}"
+    return f"no room for {names}: the rows are drawn, and torchfmri.view names every row"
 
 
 def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:
@@ -268,15 +281,9 @@ def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
         "aspect": max(12.0, 9 * inches),
     }
     ends: dict[str, Any] = {"extend": scale.beyond, "extendfrac": 0.12 / max(inches, 1.0)}
-    bar = ax.figure.colorbar(image, ax=ax, ticks=ticks, **room, **ends)
-    if ticks is not None:
-        bar.ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        bar.ax.set_yticks([], minor=True)
     along = max(16, int(_LETTERS * inches))
     lines = [part for line in scale.label.splitlines() for part in wrap(line, along)]
-    bar.set_label(escape("\n".join(lines)), fontsize=7.5)
-    bar.ax.tick_params(labelsize=7, length=2)
-    bar.outline.set_visible(False)
+    bar = draw_colour_bar(ax, image, "\n".join(lines), ticks, **room, **ends)
     if np.isnan(scale.shown).any():
         look: dict[str, Any] = {"transform": bar.ax.transAxes, "va": "top", "color": GREY}
         bar.ax.text(0, -0.2 / max(inches, 1.0), "hatched:\nno value", fontsize=6.5, **look)

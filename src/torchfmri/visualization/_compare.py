@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from torchfmri.visualization._figure import (
     ink,
     scale_values,
     split_off,
+    write_beside,
 )
 from torchfmri.visualization._layout import (
     LayerLayout,
@@ -80,14 +81,15 @@ def plot_compare(
     known = any(value != _NOT_KEPT for value in apart)
     ax = axes_or_new(ax, 10.0 if known else 8.5, layout.inches + 0.2)
     both = [[found[layer] for layer in layout.layers] for found in (of_a, of_b)]
+    pair = _Pair(layout, both, names)
     singles = [span for span in layout.spans if len(layout.groups) == 1 or span[1] - span[0] == 1]
     for span in layout.spans:
         if span in singles:
             # An underscore keeps an entry out of the legend: one per inspection is enough.
             shown = names if span == singles[0] else ("_", "_")
-            _draw_intervals(ax, layout, both, span, shown)
+            pair.draw_intervals(ax, span, shown)
         else:
-            _draw_bands(ax, layout, both, span)
+            pair.draw_bands(ax, span)
     if not singles:
         for name, colour, look in zip(names, (BLUE, ORANGE), ("-", "--"), strict=True):
             ax.plot([], [], look, color=colour, label=escape(name))
@@ -103,45 +105,84 @@ def plot_compare(
     ax.set_title(escape(_title(what, names, (of_a, of_b), shared)), fontsize=11, pad=22)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
     if known:
-        _draw_apart(split_off(ax, 0.28, "right"), layout, apart, names)
-    _mark_differences(ax, layout, both, names, what)
+        pair.draw_apart(split_off(ax, 0.28, "right"), apart)
+    pair.mark_differences(ax, what)
     return ax
 
 
-def _draw_bands(
-    ax: Axes, layout: LayerLayout, both: Sequence[Sequence[Statistics]], span: tuple[int, int]
-) -> None:
-    """Draw many layers of one kind: the first inspection as a band, the second as outlines."""
-    start, end = span
-    places = layout.places[start:end]
-    for low, high, colour, dash in ((0.05, 0.95, "#cfe3f1", ":"), (0.25, 0.75, "#93c1e0", "-")):
-        left, right = (quantiles(both[0][start:end], q) for q in (low, high))
-        ax.fill_betweenx(places, left, right, color=colour, linewidth=0)
-        for q in (low, high):
-            edge = quantiles(both[1][start:end], q)
-            ax.plot(edge, places, color=ORANGE, linewidth=0.9, linestyle=dash)
-    ax.plot([each.mean for each in both[0][start:end]], places, color=BLUE, linewidth=1.8)
-    ax.plot([each.mean for each in both[1][start:end]], places, "--", color=ORANGE, linewidth=1)
+class _Pair(NamedTuple):
+    """Two inspections as they are drawn.
 
+    Attributes:
+        layout: Where the layers are.
+        both: The statistics of each, in the order of the layout.
+        names: What they are called.
+    """
 
-def _draw_intervals(
-    ax: Axes,
-    layout: LayerLayout,
-    both: Sequence[Sequence[Statistics]],
-    span: tuple[int, int],
-    names: Sequence[str],
-) -> None:
-    """Draw one interval per layer: thin for 90%, thick for 50%, a mark at the mean."""
-    start, end = span
-    looks = ((BLUE, "o", -0.2), (ORANGE, "s", 0.2))
-    for all_of_one, name, (colour, marker, shift) in zip(both, names, looks, strict=True):
-        statistics = all_of_one[start:end]
-        places = layout.places[start:end] + shift * layout.heights[start:end]
-        for low, high, width in ((0.05, 0.95, 1.5), (0.25, 0.75, 4.5)):
-            ends = quantiles(statistics, low), quantiles(statistics, high)
-            ax.hlines(places, *ends, color=colour, linewidth=width, alpha=0.65)
-        means = [each.mean for each in statistics]
-        ax.plot(means, places, marker, color=colour, markersize=4.5, label=escape(name))
+    layout: LayerLayout
+    both: Sequence[Sequence[Statistics]]
+    names: tuple[str, str]
+
+    def draw_bands(self, ax: Axes, span: tuple[int, int]) -> None:
+        """Draw many layers of one kind: the first inspection as a band, the second as outlines."""
+        start, end = span
+        places = self.layout.places[start:end]
+        for low, high, colour, dash in ((0.05, 0.95, "#cfe3f1", ":"), (0.25, 0.75, "#93c1e0", "-")):
+            left, right = (quantiles(self.both[0][start:end], q) for q in (low, high))
+            ax.fill_betweenx(places, left, right, color=colour, linewidth=0)
+            for q in (low, high):
+                edge = quantiles(self.both[1][start:end], q)
+                ax.plot(edge, places, color=ORANGE, linewidth=0.9, linestyle=dash)
+        looks = (("-", BLUE, 1.8), ("--", ORANGE, 1.0))
+        for of_one, (dash, colour, width) in zip(self.both, looks, strict=True):
+            means = [each.mean for each in of_one[start:end]]
+            ax.plot(means, places, dash, color=colour, linewidth=width)
+
+    def draw_intervals(self, ax: Axes, span: tuple[int, int], shown: Sequence[str]) -> None:
+        """Draw one interval per layer: thin for 90%, thick for 50%, a mark at the mean."""
+        start, end = span
+        looks = ((BLUE, "o", -0.2), (ORANGE, "s", 0.2))
+        for all_of_one, name, (colour, marker, shift) in zip(self.both, shown, looks, strict=True):
+            statistics = all_of_one[start:end]
+            places = self.layout.places[start:end] + shift * self.layout.heights[start:end]
+            for low, high, width in ((0.05, 0.95, 1.5), (0.25, 0.75, 4.5)):
+                ends = quantiles(statistics, low), quantiles(statistics, high)
+                ax.hlines(places, *ends, color=colour, linewidth=width, alpha=0.65)
+            means = [each.mean for each in statistics]
+            ax.plot(means, places, marker, color=colour, markersize=4.5, label=escape(name))
+
+    def draw_apart(self, panel: Axes, apart: Sequence[float | str]) -> None:
+        """Draw how far the two are apart on a logarithmic axis; in words if it is not a number."""
+        shown = [math.nan if isinstance(value, str) else value for value in apart]
+        panel.plot(shown, self.layout.places, "D", color=ink(panel), markersize=3)
+        finite = [value for value in shown if not math.isnan(value)]
+        if finite:
+            panel.set_xscale("log")
+            low, high = math.log10(min(finite)), math.log10(max(finite))
+            panel.set_xlim(10.0 ** (low - 0.5), 10.0 ** (high + 0.5))
+        else:
+            panel.set_xticks([])
+        words = [value if isinstance(value, str) else "" for value in apart]
+        for text, first, last in self.layout.runs(words):
+            middle = float(self.layout.places[first] + self.layout.places[last]) / 2
+            write_beside(panel, text, 0.5, middle, ha="center", color=GREY)
+        panel.tick_params(axis="y", left=False, labelleft=False)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="x", color="0.5", alpha=0.25, linewidth=0.6)
+        panel.set_xlabel(escape("relative difference\n|{0} − {1}| / |{0}|".format(*self.names)))
+
+    def mark_differences(self, ax: Axes, what: str) -> None:
+        """Write words at layers that are unusual in one of the two."""
+        for index, pair in enumerate(zip(*self.both, strict=True)):
+            words = [
+                f"{name}: {state}"
+                for name, each in zip(self.names, pair, strict=True)
+                if (state := state_in_words(each, what))
+            ]
+            if words:
+                look = {"ha": "right", "color": ORANGE, "fontweight": "bold"}
+                place = self.layout.places[index]
+                write_beside(ax, "; ".join(words), 0.99, place, bbox=behind_text(ax), **look)
 
 
 def _relative_difference(
@@ -180,64 +221,6 @@ def _pairs(one: Record, two: Record, what: str) -> list[tuple[Value | None, Valu
         return []
     calls = zip(one.calls, two.calls, strict=True)
     return [(ours.value(what), theirs.value(what)) for ours, theirs in calls]
-
-
-def _draw_apart(
-    panel: Axes, layout: LayerLayout, apart: Sequence[float | str], names: tuple[str, str]
-) -> None:
-    """Draw how far the two are apart on a logarithmic axis; in words if it is not a number."""
-    shown = [math.nan if isinstance(value, str) else value for value in apart]
-    panel.plot(shown, layout.places, "D", color=ink(panel), markersize=3)
-    finite = [value for value in shown if not math.isnan(value)]
-    if finite:
-        panel.set_xscale("log")
-        low, high = math.log10(min(finite)), math.log10(max(finite))
-        panel.set_xlim(10.0 ** (low - 0.5), 10.0 ** (high + 0.5))
-    else:
-        panel.set_xticks([])
-    words = [value if isinstance(value, str) else "" for value in apart]
-    for text, first, last in layout.runs(words):
-        panel.annotate(
-            escape(text),
-            (0.5, float(layout.places[first] + layout.places[last]) / 2),
-            xycoords=("axes fraction", "data"),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=GREY,
-        )
-    panel.tick_params(axis="y", left=False, labelleft=False)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="x", color="0.5", alpha=0.25, linewidth=0.6)
-    panel.set_xlabel(escape("relative difference\n|{0} − {1}| / |{0}|".format(*names)))
-
-
-def _mark_differences(
-    ax: Axes,
-    layout: LayerLayout,
-    both: Sequence[Sequence[Statistics]],
-    names: tuple[str, str],
-    what: str,
-) -> None:
-    """Write words at layers that are unusual in one of the two."""
-    for index, pair in enumerate(zip(*both, strict=True)):
-        words = [
-            f"{name}: {state}"
-            for name, each in zip(names, pair, strict=True)
-            if (state := state_in_words(each, what))
-        ]
-        if words:
-            ax.annotate(
-                escape("; ".join(words)),
-                (0.99, float(layout.places[index])),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="center",
-                fontsize=7.5,
-                color=ORANGE,
-                fontweight="bold",
-                bbox=behind_text(ax),
-            )
 
 
 def _title(

@@ -8,7 +8,7 @@ Sizes, colours and words may change freely.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchfmri._records import Inspection
 from torchfmri._text import plural
@@ -67,23 +67,14 @@ def plot_statistics(
     gap = 0.72 if len(layout.groups) == 1 else 1.0
     for low, high, label, colour in _BANDS:
         left, right = quantiles(statistics, low), quantiles(statistics, high)
-        ax.barh(
-            *(layout.places, right - left, layout.heights * gap, left),
-            color=colour,
-            linewidth=0,
-            label=label,
-        )
+        look: dict[str, Any] = {"color": colour, "linewidth": 0, "label": label}
+        ax.barh(layout.places, right - left, layout.heights * gap, left, **look)
     means = [each.mean for each in statistics]
     for start, end in layout.spans:
         single = len(layout.groups) == 1 or end - start == 1
-        ax.plot(
-            *(means[start:end], layout.places[start:end]),
-            color=ink(ax),
-            linewidth=0.9,
-            marker="o" if single else "",
-            markersize=3.5,
-            label="mean" if start == 0 else None,
-        )
+        look = {"marker": "o" if single else "", "label": "mean" if start == 0 else None}
+        look |= {"color": ink(ax), "linewidth": 0.9, "markersize": 3.5}
+        ax.plot(means[start:end], layout.places[start:end], **look)
     outer = zip(quantiles(statistics, 0.01), quantiles(statistics, 0.99), strict=True)
     ax.use_sticky_edges = False
     scale_values(ax, [(float(low), float(high)) for low, high in outer])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchfmri._records import Inspection
 from torchfmri._text import layer_label, plural
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import MEANING, axes_or_new, escape
+from torchfmri.visualization._figure import MEANING, axes_or_new, draw_cells, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,13 +63,8 @@ def plot_feature_maps(
     finite = mosaic[np.isfinite(mosaic)]
     top = float(np.abs(finite).max()) if len(finite) else 1.0
     signed = bool(len(finite)) and float(finite.min()) < 0
-    drawn = ax.imshow(
-        mosaic,
-        cmap="RdBu_r" if signed else "viridis",
-        vmin=-top if signed else 0,
-        vmax=top or 1.0,
-        interpolation="nearest",
-    )
+    colours, low = ("RdBu_r", -top) if signed else ("viridis", 0.0)
+    drawn = draw_cells(ax, mosaic, colours, vmin=low, vmax=top or 1.0, aspect="equal")
     for channel, (x, y) in zip(picked, corners, strict=True):
         _label_tile(ax, several[channel], channel, x, y)
     ax.set_axis_off()

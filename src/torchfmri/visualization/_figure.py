@@ -15,9 +15,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
+
 from torchfmri._arguments import require
 from torchfmri._files import new_file
-from torchfmri._text import in_notebook, layer_label, shorten
+from torchfmri._text import in_notebook, layer_label, number_text, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -181,6 +183,28 @@ def write_above(ax: Axes, words: str, points: float, **look: Any) -> None:
     ax.annotate(escape(words), (0, 1), (0, points), xycoords="axes fraction", **look)
 
 
+def write_beside(ax: Axes, words: str, x: float, y: float, **look: Any) -> None:
+    """Write words at a height of the data, and at a share of the width of the axes."""
+    look = {"va": "center", "fontsize": 8, **look}
+    ax.annotate(escape(words), (x, y), xycoords=("axes fraction", "data"), **look)
+
+
+def draw_cells(ax: Axes, values: Any, colours: str = "viridis", **options: Any) -> Any:
+    """Draw a table as an image without a frame, grey where a value is not finite; return it.
+
+    Args:
+        ax: Where to draw.
+        values: (row, column).
+        colours: The name of matplotlib's colour map.
+        **options: Options of `Axes.imshow`.
+    """
+    ax.set_facecolor("#e4e4e4")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    options = {"aspect": "auto", "interpolation": "nearest", **options}
+    return ax.imshow(np.ma.masked_invalid(values), cmap=colours, **options)
+
+
 def draw_ring(ax: Axes, x: float, y: float, colour: str, **look: Any) -> None:
     """Draw a hollow mark around a place, so that what is there stays visible.
 
@@ -208,19 +232,30 @@ def draw_legend(ax: Axes, size: float = 8, **options: Any) -> None:
     ax.legend(bbox_to_anchor=(1.0, 1.0), **look)
 
 
-def draw_colour_bar(ax: Axes | Sequence[Axes], image: Any, label: str = "", **options: Any) -> Any:
+def draw_colour_bar(
+    ax: Axes | Sequence[Axes],
+    image: Any,
+    label: str = "",
+    marks: Sequence[float] | None = None,
+    **options: Any,
+) -> Any:
     """Draw the colour bar of an image in small letters, and return it.
 
     Args:
         ax: The axes that it stands beside; one or several.
         image: What it explains.
         label: What the colours mean.
+        marks: The values that are written beside it; by default matplotlib chooses them.
         **options: Options of `Figure.colorbar`.
     """
     figure = (ax[0] if isinstance(ax, Sequence) else ax).figure
     bar = figure.colorbar(image, ax=ax, **options)
     bar.set_label(escape(label), fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    bar.ax.tick_params(labelsize=7, length=2)
+    bar.outline.set_visible(False)
+    if marks is not None:
+        bar.ax.set_yticks(marks, [number_text(each) for each in marks])
+        bar.ax.set_yticks([], minor=True)
     return bar
 
 

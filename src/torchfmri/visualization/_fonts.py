@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torchfmri._text import plural
+
 REPLACEMENT = "□"
 _PREFERRED = (
     *("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN"),
@@ -38,10 +40,9 @@ class Fonts(NamedTuple):
         """Return in words how many characters are missing; "" if none is."""
         if not self.missing:
             return ""
-        number = len(self.missing)
-        what = "1 character" if number == 1 else f"{number} characters"
+        many = plural(len(self.missing), "character")
         return (
-            f"{REPLACEMENT}: no installed font has {what} of this text; for Chinese, Japanese and "
+            f"{REPLACEMENT}: no installed font has {many} of this text; for Chinese, Japanese and "
             "Korean install Noto Sans CJK"
         )
 

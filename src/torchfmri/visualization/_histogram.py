@@ -25,6 +25,7 @@ from torchfmri.visualization._figure import (
     axes_or_new,
     behind_text,
     escape,
+    write_middle,
 )
 
 if TYPE_CHECKING:
@@ -91,17 +92,11 @@ def plot_histogram(
     else:
         outside = 0
         words = f"{describe_state(statistics)}: nothing to draw"
-        ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", color=GREY, fontsize=12)
+        write_middle(ax, words, color=GREY, fontsize=12)
         ax.set_xticks([])
         ax.set_yticks([])
-    summary = "\n".join(_summary(statistics, outside))
-    ax.text(
-        *(1.02, 1.0, summary),
-        transform=ax.transAxes,
-        verticalalignment="top",
-        fontsize=9,
-        linespacing=1.5,
-    )
+    look: dict[str, Any] = {"va": "top", "fontsize": 9, "linespacing": 1.5}
+    ax.text(1.02, 1.0, "\n".join(_summary(statistics, outside)), transform=ax.transAxes, **look)
     return ax
 
 
@@ -146,18 +141,12 @@ def _cut_tallest(ax: Axes, counts: Floats, edges: Floats) -> None:
         return
     ax.set_ylim(0, second * 1.6)
     index = int(counts.argmax())
-    middle, right = float(edges[index] + edges[index + 1]) / 2, index < len(counts) / 2
-    ax.annotate(
-        f"cut: {tallest:,.0f} in this bar",
-        (middle, 0.97),
-        xycoords=("data", "axes fraction"),
-        xytext=(10 if right else -10, 0),
-        textcoords="offset points",
-        ha="left" if right else "right",
-        va="top",
-        fontsize=9,
-        bbox=behind_text(ax),
-    )
+    middle = float(edges[index] + edges[index + 1]) / 2
+    side, shift = ("left", 10) if index < len(counts) / 2 else ("right", -10)
+    look: dict[str, Any] = {"ha": side, "va": "top", "fontsize": 9, "bbox": behind_text(ax)}
+    look |= {"xytext": (shift, 0), "textcoords": "offset points"}
+    words = f"cut: {tallest:,.0f} in this bar"
+    ax.annotate(words, (middle, 0.97), xycoords=("data", "axes fraction"), **look)
 
 
 def _limits(statistics: Statistics) -> tuple[float, float]:

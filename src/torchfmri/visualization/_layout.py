@@ -22,7 +22,7 @@ from torchfmri._records import Inspection, check_what
 from torchfmri._text import describe_bad, describe_state, layer_label, share_text, shorten, star
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
-from torchfmri.visualization._figure import ORANGE, escape
+from torchfmri.visualization._figure import ORANGE, escape, write_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -149,15 +149,7 @@ def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics],
         top = float(layout.places[first] - layout.heights[first] / 2)
         end = float(layout.places[last] + layout.heights[last] / 2)
         ax.axhspan(top, end, color=ORANGE, alpha=0.12, linewidth=0, zorder=0)
-        ax.annotate(
-            text,
-            (1.01, (top + end) / 2),
-            xycoords=("axes fraction", "data"),
-            verticalalignment="center",
-            fontsize=8,
-            color=ORANGE,
-            fontweight="bold",
-        )
+        write_beside(ax, text, 1.01, (top + end) / 2, color=ORANGE, fontweight="bold")
 
 
 def state_in_words(statistics: Statistics, what: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._text import display_width, printable, shorten
+from torchfmri._text import display_width, printable, shorten, take
 from torchfmri.visualization._figure import BLUE, GREY, escape, ink
 from torchfmri.visualization._fonts import Fonts, fonts_for
 
@@ -62,14 +62,7 @@ def token_label(piece: str, longest: int = _LONGEST) -> str:
     text = piece.strip(" ") or "␣"
     text = "".join(_VISIBLE.get(each, each) if each != " " else each for each in text)
     text = printable(text)
-    if display_width(text) <= longest:
-        return text
-    kept = ""
-    for each in text:
-        if display_width(kept + each) > longest - 1:
-            break
-        kept += each
-    return kept + "…"
+    return text if display_width(text) <= longest else f"{take(text, longest - 1)}…"
 
 
 def label_tokens(ax: Axes, tokens: TokenTrack, inches: float, remarks: Sequence[str] = ()) -> None:

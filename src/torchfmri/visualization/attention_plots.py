@@ -15,7 +15,14 @@ import numpy as np
 
 from torchfmri._arguments import require
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import axes_or_new, draw_colour_bar, escape, ink, panels
+from torchfmri.visualization._figure import (
+    axes_or_new,
+    draw_cells,
+    draw_colour_bar,
+    escape,
+    ink,
+    panels,
+)
 from torchfmri.visualization._fonts import fonts_for
 from torchfmri.visualization._token_track import token_label
 
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
 
 _MOST_LABELS = 40
 _MOST_COLUMNS = 4
-_MAP = "viridis"
 
 
 def plot_attention(
@@ -55,6 +61,8 @@ def plot_attention(
         >>> len(figure.axes)
         3
     """
+    from matplotlib.colors import PowerNorm
+
     weights = _as_heads(pattern)
     count, queries, keys = weights.shape
     chosen = list(range(count)) if heads is None else list(heads)
@@ -69,9 +77,9 @@ def plot_attention(
     columns = min(_MOST_COLUMNS, side_by_side)
     side = 3.4 if len(chosen) == 1 else 2.3
     figure, grid = panels(len(chosen), columns, (side, side * min(1.0, queries / keys + 0.15)))
-    top = float(np.nanmax(weights[chosen])) or 1.0
+    norm = PowerNorm(0.5, vmin=0.0, vmax=float(np.nanmax(weights[chosen])) or 1.0)
     for index, (ax, head) in enumerate(zip(grid, chosen, strict=True)):
-        image = _draw(ax, weights[head], top)
+        image = draw_cells(ax, weights[head], norm=norm)
         ax.set_title(f"head {head}", fontsize=8, loc="left", color=ink(ax))
         below, left = index >= len(chosen) - columns, index % columns == 0
         _label(ax, tokens, queries, keys, below=below, left=left)
@@ -89,15 +97,6 @@ def _as_heads(pattern: Any) -> Any:
     meaning = f"shape {np.shape(pattern)} is none of (heads, q, k) and (q, k)"
     require(weights.ndim == 3 and weights.size > 0, "pattern", "an array", meaning)
     return weights
-
-
-def _draw(ax: Axes, weights: Any, top: float) -> Any:
-    from matplotlib.colors import PowerNorm
-
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
-    norm = PowerNorm(0.5, vmin=0.0, vmax=top)
-    return ax.imshow(weights, norm=norm, cmap=_MAP, aspect="auto", interpolation="nearest")
 
 
 def _label(
@@ -135,8 +134,7 @@ def plot_heads(
     require(values.ndim == 2 and len(values) == len(layers), "scores", "an array", meaning)
     rows, columns = values.shape
     ax = axes_or_new(ax, min(0.48 * columns, 14) + 2.2, min(0.26 * rows, 12) + 1.1)
-    ax.set_facecolor("#e6e6e6")
-    image = ax.imshow(np.ma.masked_invalid(values), cmap=_MAP, aspect="auto")
+    image = draw_cells(ax, values)
     middle = (np.nanmin(values) + np.nanmax(values)) / 2 if np.isfinite(values).any() else 0.0
     if values.size <= 400:
         for row, column in np.argwhere(np.isfinite(values)):
@@ -146,8 +144,6 @@ def plot_heads(
     ax.set_yticks(range(rows), [escape(each) for each in layers], fontsize=7)
     ax.set_xticks(range(columns), [str(each) for each in range(columns)], fontsize=7)
     ax.set_xlabel("head", fontsize=8)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
     if title:
         ax.set_title(escape(title), fontsize=9, loc="left")
     draw_colour_bar(ax, image, label, shrink=0.7, pad=0.02)

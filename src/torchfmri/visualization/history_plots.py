@@ -23,6 +23,7 @@ from torchfmri.visualization._figure import (
     MOST_LINES,
     WIDE,
     axes_or_new,
+    draw_colour_bar,
     draw_grid,
     draw_legend,
     draw_triangles,
@@ -134,9 +135,8 @@ def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, 
         ax.scatter(np.asarray(steps)[marks[1]], marks[0], **look)
     _label_layers(ax, names)
     ax.set_xlim(edges[0], edges[-1])
-    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, fraction=0.05, aspect=30)
-    bar.set_label(field + _scale_name(norm), fontsize=9)
-    bar.ax.tick_params(labelsize=8)
+    beside: dict[str, Any] = {"pad": 0.015, "fraction": 0.05, "aspect": 30}
+    draw_colour_bar(ax, mesh, field + _scale_name(norm), **beside)
     if ax.get_legend_handles_labels()[0]:
         spaces = {"borderaxespad": 0.2, "handletextpad": 0.3}
         draw_legend(ax, loc="lower right", ncols=2, **spaces)

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchfmri._arguments import require
-from torchfmri.visualization._figure import BLUE, GREY, ORANGE, axes_or_new, draw_colour_bar, escape
+from torchfmri.visualization._figure import (
+    BLUE,
+    GREY,
+    ORANGE,
+    axes_or_new,
+    draw_cells,
+    draw_colour_bar,
+    escape,
+)
 from torchfmri.visualization._fonts import fonts_for
 from torchfmri.visualization._token_track import token_label
 
@@ -65,10 +73,7 @@ def plot_lens(
     top = float(np.nanmax(shown)) if np.isfinite(shown).any() else 1.0
     norm = LogNorm(1, max(top, 10)) if metric == "rank" else Normalize(0, max(top, 1e-9))
     colours = "viridis_r" if metric == "rank" else "viridis"
-    ax.set_facecolor("#e6e6e6")
-    image = ax.imshow(
-        np.ma.masked_invalid(shown), cmap=colours, norm=norm, aspect="auto", origin="lower"
-    )
+    image = draw_cells(ax, shown, colours, norm=norm, origin="lower")
     room = width * 72 / columns
     size = float(np.clip(min(room / 6.0, height * 72 / rows / 1.6), 3.5, 7.5))
     longest = max(3, int(room / (0.62 * size)))
@@ -87,8 +92,6 @@ def plot_lens(
     _write_tokens(ax, tokens)
     about = "come next" if ahead else "stand there"
     ax.set_xlabel(f"what was read; the cells say what would {about}", fontsize=8, color=GREY)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
     draw_colour_bar(ax, image, shrink=0.7, pad=0.015)
     label = _LABELS.get(metric, metric)
     label = label if ahead else label.replace("that came next", "that stands there")
@@ -124,14 +127,10 @@ def plot_logit_attribution(
     shown = np.concatenate([matrix, gap, last[:, None]], 1)
     ax = axes_or_new(ax, min(0.42 * (columns + 2), 14) + 2.0, min(0.24 * rows, 12) + 1.2)
     limit = float(np.nanmax(np.abs(shown))) if np.isfinite(shown).any() else 1.0
-    image = ax.imshow(
-        np.ma.masked_invalid(shown), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto"
-    )
+    image = draw_cells(ax, shown, "RdBu_r", vmin=-limit, vmax=limit)
     ax.set_yticks(range(rows), [f"L{row}" for row in range(rows)], fontsize=7)
     labels = [*(f"H{head}" for head in range(columns)), "", "MLP"]
     ax.set_xticks(range(columns + 2), labels, fontsize=7)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
     _write_title(ax, title)
     draw_colour_bar(ax, image, "adds to the logit", shrink=0.7, pad=0.02)
     return ax

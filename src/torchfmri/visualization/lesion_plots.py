@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from torchfmri._text import shorten
 from torchfmri.visualization._colour_scale import ticks_between
-from torchfmri.visualization._figure import GREY, draw_colour_bar, escape
+from torchfmri.visualization._figure import GREY, draw_cells, draw_colour_bar, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,17 +53,9 @@ class LesionPicture(NamedTuple):
     @property
     def inches(self) -> tuple[float, float]:
         """How wide and high the figure is best."""
-        rows, columns = self.cells(self.effect).shape
+        rows, columns = (int(each.max()) + 1 for each in self.places)
         wide = min(max(_CELL * columns, _LEAST), _MOST)
         return 2 * wide + 3.0, min(max(_CELL * rows, _LEAST), _MOST) + 1.3
-
-    def column_of(self, index: int) -> int:
-        """Return the column of a lesion: heads and voxels first, then one for each other kind."""
-        wide = [each for each, kind in enumerate(self.kinds) if kind in ("heads", "voxels")]
-        first = int(self.columns[wide].max()) + 1 if wide else 0
-        if index in set(wide):
-            return int(self.columns[index])
-        return first + self.singles.index(self.kinds[index])
 
     @property
     def singles(self) -> list[str]:
@@ -71,17 +63,24 @@ class LesionPicture(NamedTuple):
         return [kind for kind in _SINGLE if kind in self.kinds]
 
     @property
-    def rows(self) -> NDArray[np.int64]:
-        """The row of each lesion: its block, or its own where places were named by hand."""
-        if "places" in self.kinds:
-            return np.arange(len(self.names))
-        return self.blocks
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The row of each lesion, its block (its own where places are named), and its column.
+
+        Heads and voxels come first, then one column for each other kind.
+        """
+        wide = np.isin(self.kinds, ("heads", "voxels"))
+        first = int(self.columns[wide].max(initial=-1)) + 1
+        single = np.array(
+            [0 if kind not in _SINGLE else self.singles.index(kind) for kind in self.kinds]
+        )
+        rows = np.arange(len(self.names)) if "places" in self.kinds else self.blocks
+        return rows, np.where(wide, self.columns, first + single)
 
     def cells(self, values: NDArray[Any]) -> NDArray[np.float64]:
         """Return the values as (rows, columns); NaN where there is no lesion."""
-        places = [self.column_of(each) for each in range(len(self.names))]
-        table = np.full((int(self.rows.max()) + 1, max(places) + 1), np.nan)
-        table[self.rows, places] = values
+        rows, columns = self.places
+        table = np.full((int(rows.max()) + 1, int(columns.max()) + 1), np.nan)
+        table[rows, columns] = values
         return table
 
 
@@ -96,8 +95,9 @@ def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
     signed = SymLogNorm(linthresh=limit / 30, vmin=-limit, vmax=limit)
     marks = [-limit, -limit / 5, -limit / 30, 0.0, limit / 30, limit / 5, limit]
     _draw(left, picture, effect, "what the lesion did", picture.label, signed, marks)
+    rows, columns = picture.places
     for index in np.flatnonzero(picture.notable):
-        left.plot(picture.column_of(int(index)), picture.rows[index], ".", color="black", ms=3)
+        left.plot(columns[index], rows[index], ".", color="black", ms=3)
     positive = activation[activation > 0]
     low, high = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
     high = max(high, low * 1.01)
@@ -120,15 +120,8 @@ def _draw(
     marks: list[float],
 ) -> None:
     """Draw one map, with its colour bar marked at the given values."""
-    image = ax.imshow(
-        np.ma.masked_invalid(table),
-        aspect="auto",
-        interpolation="nearest",
-        norm=norm,
-        cmap="RdBu_r" if norm.vmin < 0 else "viridis",
-    )
+    image = draw_cells(ax, table, "RdBu_r" if norm.vmin < 0 else "viridis", norm=norm)
     ax.set_title(title, fontsize=9, loc="left")
-    ax.set_facecolor("#e4e4e4")
     first = table.shape[1] - len(picture.singles)
     wide = "voxel" if "voxels" in picture.kinds else "head"
     step = max(1, first // 12)
@@ -139,11 +132,8 @@ def _draw(
         ax.set_xlabel(wide, fontsize=8)
     if "places" in picture.kinds:
         ax.set_yticks(range(len(picture.names)), list(map(escape, picture.names)), fontsize=6)
-    ax.tick_params(labelsize=7, length=2)
-    bar = draw_colour_bar(ax, image, label, pad=0.02, fraction=0.06)
-    bar.ax.set_yticks(marks, [f"{each:.2g}" for each in marks], fontsize=7)
-    bar.ax.set_yticks([], minor=True)
-    bar.outline.set_visible(False)
+    ax.tick_params(labelsize=7)
+    draw_colour_bar(ax, image, label, marks, pad=0.02, fraction=0.06)
 
 
 class PatchPicture(NamedTuple):
@@ -172,13 +162,10 @@ class PatchPicture(NamedTuple):
 
 def draw_patches(figure: Figure, picture: PatchPicture) -> None:
     """Draw the scores of patches as one image."""
-    from matplotlib.colors import Normalize
-
     ax = figure.subplots()
     limit = max(1.0, float(np.nanmax(np.abs(picture.score))))
-    ax.set_facecolor("#b8b8b8")
-    scores, norm = np.ma.masked_invalid(picture.score), Normalize(-limit, limit)
-    image = ax.imshow(scores, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
+    image = draw_cells(ax, picture.score, "RdBu_r", vmin=-limit, vmax=limit)
+    ax.set_facecolor("#b8b8b8")  # white is a score of 0
     step = -(-len(picture.names) // 45)
     shown = range(0, len(picture.names), step)
     ax.set_yticks(list(shown), [escape(picture.names[each]) for each in shown], fontsize=7)
@@ -189,5 +176,4 @@ def draw_patches(figure: Figure, picture: PatchPicture) -> None:
         grey = "\n(grey: no path)" if np.isnan(picture.score).any() else ""
         title += f"\non the direct way to {escape(shorten(picture.to, 40))}{grey}"
     ax.set_title(title, fontsize=9, loc="left")
-    bar = draw_colour_bar(ax, image, f"{picture.metric}: 0 as corrupted, 1 as clean", pad=0.02)
-    bar.outline.set_visible(False)
+    draw_colour_bar(ax, image, f"{picture.metric}: 0 as corrupted, 1 as clean", pad=0.02)

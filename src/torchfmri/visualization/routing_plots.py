@@ -22,6 +22,8 @@ from torchfmri.visualization._figure import (
     LINE_COLOURS,
     ORANGE,
     axes_or_new,
+    draw_cells,
+    draw_colour_bar,
     draw_grid,
     draw_legend,
     draw_ring,
@@ -175,13 +177,13 @@ def plot_selectivity(
     image = np.full((len(lines) * len(tasks), widest), np.nan)
     for number, line in enumerate(lines):
         image[number * len(tasks) : (number + 1) * len(tasks), : line.shape[1]] = line
-    drawn = ax.imshow(image, aspect="auto", cmap="magma", vmin=0, interpolation="nearest")
+    drawn = draw_cells(ax, image, "magma", vmin=0)
     for number in range(1, len(lines)):
         ax.axhline(number * len(tasks) - 0.5, color="white", linewidth=1.5)
     places = [number * len(tasks) + (len(tasks) - 1) / 2 for number in range(len(lines))]
     ax.set_yticks(places, list(rates), fontsize=8)
     ax.set_xlabel(f"units, by the task they prefer (rows: {', '.join(tasks)})", fontsize=9)
-    ax.figure.colorbar(drawn, ax=ax, label="share of tokens", pad=0.01)
+    draw_colour_bar(ax, drawn, "share of tokens", pad=0.01)
     return ax
 
 

@@ -27,6 +27,7 @@ from torchfmri._lens import (
     attribute,
     attribute_embeddings,
     read_lens,
+    refuse_unknown_tokens,
 )
 from torchfmri._model import (
     compiled_code_as_eager,
@@ -34,6 +35,7 @@ from torchfmri._model import (
     generators_restored,
     runnable,
     unchanged,
+    unwrap,
 )
 from torchfmri._scan.run.model_call import (
     call_model,
@@ -112,6 +114,18 @@ class _Text:
                 "Most words begin with a space: try ' ' + the word, or give an id."
             )
         return int(ids[0])
+
+    def target(self, name: str, given: Target) -> int | None:
+        """The id of a token whose logit is asked for; a model that names its head refuses others.
+
+        Raises:
+            InspectionError: It is not a token, several, or one without a logit.
+        """
+        token = self.token(name, given)
+        head = getattr(unwrap(self.model), "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Linear):
+            refuse_unknown_tokens(head.out_features, token)
+        return token
 
     def place(self, position: int) -> int:
         s = self.ids.shape[1]
@@ -241,8 +255,8 @@ def attribute_logit(
             text.call,
             logits_of,
             position=text.place(position),
-            token=text.token("token", token),
-            against=text.token("against", against),
+            token=text.target("token", token),
+            against=text.target("against", against),
             heads=heads,
             spell=text.spell,
         )
@@ -285,7 +299,7 @@ def attribute_inputs(
     check_number("steps", steps, 1, "how many points to look at, such as 50")
     with _reading(model, tokenizer, prompt, chat) as text:
         place = text.place(position)
-        wanted, other = text.token("token", token), text.token("against", against)
+        wanted, other = text.target("token", token), text.target("against", against)
         is_token = baseline not in ("mean", "zero")
         start = text.token("baseline", baseline) if is_token else baseline
         if wanted is None:
@@ -309,9 +323,6 @@ def attribute_inputs(
 
 
 def _score(logits: Tensor, position: int, token: int, against: int | None) -> Tensor:
-    for each in (token, against):
-        if each is not None and not 0 <= each < logits.shape[-1]:
-            last = logits.shape[-1] - 1
-            raise InspectionError(f"Token id {each} is none of the model's: give 0 to {last}.")
+    refuse_unknown_tokens(logits.shape[-1], token, against)
     found = logits[:, position, token]
     return found if against is None else found - logits[:, position, against]

@@ -429,6 +429,19 @@ def test_meta_is_plain_and_says_what_was_measured() -> None:
     )
 
 
+def test_a_changed_configuration_has_another_hash() -> None:
+    model = build("llama")
+
+    def found() -> str:
+        scan: Scan = torchfmri.scan(model, None, prompts()[0], 0, per=None)
+        return str(scan.meta["config_hash"])
+
+    first = found()
+    assert found() == first
+    model.config.initializer_range = 0.5
+    assert found() != first
+
+
 def test_what_is_not_captured_is_listed_with_its_reason() -> None:
     """Every layer that was asked for is a column or has a reason, and no column is empty."""
     for name in ("gpt2", "mixtral", "mamba", "falcon", "llama"):

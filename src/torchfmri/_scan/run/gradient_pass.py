@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._capture import CallKey, Short, Sink, Taps, Target
-from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
+from torchfmri._model import (
+    acts_on_gradients,
+    compiled_code_as_eager,
+    every_parameter,
+    run_backward,
+    spared_grad,
+)
 from torchfmri._scan.run.head_outputs import listening_to_inputs
 from torchfmri._scan.run.learning_costs import read_costs
 from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
@@ -74,16 +80,17 @@ def run_pass(
 
 def backward(loss: Tensor, model: nn.Module) -> None:
     """Run the backward pass; every `.grad` stays as it is."""
-    if acts_on_gradients(model.parameters()):
-        run_backward(loss, model.parameters())
+    parameters = every_parameter(model)
+    if acts_on_gradients(parameters):
+        run_backward(loss, parameters)
     else:
-        with spared_grad(model.parameters()):
+        with spared_grad(parameters):
             torch.autograd.backward(loss)
 
 
 def token_gradients_of(model: nn.Module, voxel: int, found: ScanPass) -> TokenGradients | None:
     """The token gradients of all parameters by voxel; None where there are no parameters."""
-    if not any(each.requires_grad for each in model.parameters()):
+    if not any(each.requires_grad for each in every_parameter(model)):
         found.notes.append("the model has no parameters that could be trained: no learning cost")
         return None
     return TokenGradients(model, keep="voxels", voxel=voxel)
@@ -97,7 +104,7 @@ def trainable(model: nn.Module) -> Iterator[None]:
     """
     frozen = [
         each
-        for each in model.parameters()
+        for each in every_parameter(model)
         if not each.requires_grad and each.is_floating_point() and not each.is_inference()
     ]
     try:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchfmri._arguments import check_number, check_real, require
 from torchfmri._model import (
     device_of,
+    every_parameter,
     find_layers,
     named_layers,
     runnable,
@@ -222,7 +223,9 @@ class Scanner:
         _check_possible(self._model, max_new_tokens)
         if decode is not None and not callable(decode):
             raise InspectionError(f"decode={decode!r}: give a function that takes model and ids.")
-        if self.options.per is not None and any(p.is_inference() for p in self._model.parameters()):
+        if self.options.per is not None and any(
+            each.is_inference() for each in every_parameter(self._model)
+        ):
             raise InspectionError(
                 "The model was made inside torch.inference_mode(), so nothing can be "
                 "differentiated through it. Make it outside, or scan activations: per=None."

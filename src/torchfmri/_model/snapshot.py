@@ -161,10 +161,16 @@ def _save_modules(
                 f"{_name_of(module, model) or 'The model'!r} has lazy parameters, which the first "
                 "call creates for good. Run the model once by yourself first."
             )
-        for value in [*module._buffers.values(), *module.__dict__.values()]:
+        state = module.__dict__
+        if "_buffers" not in state:  # a scripted one
+            state = {**state, "_buffers": dict(module._buffers.items())}
+        for value in state.values():
             kind = type(value)
-            if kind in _CONTAINERS and not value:
-                empty.append(value)  # most are: the places for hooks
+            if kind in _CONTAINERS:
+                if value:
+                    _collect(value, held)
+                else:
+                    empty.append(value)  # most are: the places for hooks
             elif kind not in _PLAIN:
                 _collect(value, held)
     containers: list[Any] = []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchfmri._arguments import check_number, check_real, require
 from torchfmri._model import (
     device_of,
+    every_module,
     every_parameter,
     find_layers,
     named_layers,
@@ -166,7 +167,8 @@ class Scanner:
                 _check_labels(run.count, names, conditions)
             written: list[str] = []
             with unchanged(self._model, written.append):
-                self._model.eval()
+                if any(each.training for each in every_module(self._model)):
+                    self._model.eval()
                 rows = run.run(max_new_tokens > 0)
         if written:
             run.notes.append(f"the model wrote into its parameters: {', '.join(written[:3])}")

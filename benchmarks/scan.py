@@ -49,6 +49,9 @@ NOTES = {
     "compiled_apart": "the largest difference between the norms of the compiled scan and those of "
     "the eager one, as a share of the layer's largest; compiled_logits_apart is that between the "
     "logits of plain compiled and plain eager generate",
+    "compiled_parting": "where the tokens of the compiled scan part from those of plain compiled "
+    "generate: how much larger the logit of the plain run's token was; compiled_logits_most_apart "
+    "is the largest difference of any logit between plain compiled and plain eager generate",
     "overhead_1024_over_64": "the ratio of `activations` at 1,024 new tokens over that at 64, on "
     "the small Qwen3",
 }
@@ -201,10 +204,21 @@ def measure_compiled(
         *(numpy.asarray(each.values("activation", by="layer")[1])[:same] for each in (found, eager))
     )
     logits = {}
+    start = subject.ids.shape[1]
     for compiles in (False, True):
         static.compiles = compiles
-        logits[compiles] = static.logits()[: same - subject.ids.shape[1]].norm(dim=-1)[:, None]
-    result[f"{prefix}compiled_logits_apart"] = _apart(logits[True], logits[False])
+        logits[compiles] = static.logits()
+    # As long as both were fed the same tokens.
+    shared = _common(*(logits[each].argmax(-1).tolist() for each in (True, False))) + 1
+    pair = [logits[each][:shared] for each in (True, False)]
+    norms = [each.norm(dim=-1)[:, None] for each in pair]
+    result[f"{prefix}compiled_logits_apart"] = _apart(*norms)
+    result[f"{prefix}compiled_logits_most_apart"] = float((pair[0] - pair[1]).abs().max())
+    own = found[0].tokens.ids
+    parted = _common(own, tokens)
+    if parted < len(tokens):  # by how much the plain compiled run preferred its token there
+        there = logits[True][parted - start]
+        result[f"{prefix}compiled_parting"] = float(there[tokens[parted]] - there[own[parted]])
     report(str({name: each for name, each in result.items() if "compiled_" in name}))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchfmri import InspectionError, Inspector
+from torchfmri._model import snapshot
 from torchfmri._model.snapshot import copy_of_data, unchanged
 
 WHAT = (
@@ -97,6 +98,22 @@ def model_with(fail: str = "", error: type[BaseException] = ValueError) -> nn.Mo
     for parameter in model[0].parameters():
         parameter.grad = torch.randn_like(parameter)
     return model
+
+
+def test_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen ones neither: they are as large. Buffers and other tensors are."""
+    model = model_with().requires_grad_(False)
+    saved: list[int] = []
+    inner = snapshot._save_tensor
+    monkeypatch.setattr(
+        snapshot, "_save_tensor", lambda each: saved.append(id(each)) or inner(each)
+    )
+    with unchanged(model):
+        model[1].norm.running_mean.add_(1)
+    assert saved
+    assert {id(each) for each in model.buffers()} <= set(saved)
+    assert not {id(each) for each in model.parameters()} & set(saved)
+    assert float(model[1].norm.running_mean.abs().sum()) == 0
 
 
 @pytest.mark.parametrize("keep", ["statistics", "tensors"])

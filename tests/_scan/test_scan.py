@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import random
@@ -427,6 +428,50 @@ def test_meta_is_plain_and_says_what_was_measured() -> None:
         meta["config_hash"]
         != torchfmri.scan(build("llama"), None, prompts()[0], 1, per=None).meta["config_hash"]
     )
+
+
+def test_the_garbage_collector_rests_while_the_model_runs_and_not_longer() -> None:
+    """Neither between steps, nor after an error, nor where it was off before."""
+    model, seen, told = build("llama"), [], []
+
+    def look(*_: Any) -> None:
+        seen.append(gc.isenabled())
+        if len(seen) == fails_at:
+            raise ValueError("planned")
+
+    model.model.norm.register_forward_hook(look)
+    fails_at = 0
+    torchfmri.scan(model, None, prompts()[0], 3, on_token=lambda _: told.append(gc.isenabled()))
+    assert gc.isenabled()
+    assert told
+    assert all(told)
+    assert not any(seen[-4:])  # of the steps, and of the pass for gradients
+    for steps in (3, 0):
+        seen.clear()
+        fails_at = 2 if steps else 1
+        with pytest.raises(ValueError, match="planned"):
+            torchfmri.scan(model, None, prompts()[0], steps)
+        assert gc.isenabled()
+    fails_at = 0
+    gc.disable()
+    try:
+        torchfmri.scan(model, None, prompts()[0], 2)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_changed_configuration_has_another_hash() -> None:
+    model = build("llama")
+
+    def found() -> str:
+        scan: Scan = torchfmri.scan(model, None, prompts()[0], 0, per=None)
+        return str(scan.meta["config_hash"])
+
+    first = found()
+    assert found() == first
+    model.config.initializer_range = 0.5
+    assert found() != first
 
 
 def test_what_is_not_captured_is_listed_with_its_reason() -> None:

@@ -983,6 +983,42 @@ def test_greedy_tokens_is_not_asked_of_other_methods(options: dict[str, Any]) ->
     assert "greedy_tokens" not in scan.only.checks
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"exponential_decay_length_penalty": (2, 5.0)},
+        {"encoder_repetition_penalty": 0.5},
+        {"encoder_no_repeat_ngram_size": 1},
+    ],
+    ids=["length", "repeated prompt", "prompt's words"],
+)
+def test_greedy_tokens_is_not_asked_where_the_model_s_own_settings_choose(
+    settings: dict[str, Any],
+) -> None:
+    model = build("llama")
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    scan = torchfmri.scan(model, None, prompts()[0], STEPS, eos_token_id=66)
+    assert "greedy_tokens" not in scan.only.checks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 1, "guidance_scale": 1.0, "penalty_alpha": 0.0},
+        {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0},
+        {"min_p": 0.1, "typical_p": 0.9, "max_time": 1000.0, "output_scores": False},
+        {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
+    ],
+    ids=["one beam", "no penalty", "for samples alone", "stopping"],
+)
+def test_greedy_tokens_is_asked_beside_options_that_choose_no_token(
+    options: dict[str, Any],
+) -> None:
+    scan = torchfmri.scan(build("llama"), None, prompts()[0], STEPS, eos_token_id=66, **options)
+    assert scan.only.checks["greedy_tokens"] is True
+
+
 @pytest.mark.parametrize("per", [None, "position", "cached", "token_loss"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_surprisal_and_entropy(name: str, per: Any) -> None:

@@ -16,6 +16,8 @@ from torchfmri._model.layers import (
     Pattern,
     check_pattern,
     each_once,
+    every_module,
+    every_parameter,
     find_layers,
     first_names,
     leaf_layers,

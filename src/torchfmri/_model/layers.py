@@ -77,6 +77,28 @@ def named_parameters(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
     }
 
 
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model, itself first, each once and in model order.
+
+    `model.modules()` returns the same, from a generator for each level that also joins names: a
+    scan that asks a dozen times for a thousand modules waits for that.
+    """
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting += reversed(module._modules.values())
+    return list(found.values())
+
+
+def every_parameter(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model, each once and in model order, as `parameters()` does."""
+    tables = [module._parameters.values() for module in every_module(model)]
+    return list({id(each): each for table in tables for each in table if each is not None}.values())
+
+
 def first_names(named: Mapping[str, Named]) -> dict[str, str]:
     """Return every name -> the first name of the same module or parameter."""
     first: dict[int, str] = {}

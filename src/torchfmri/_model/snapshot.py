@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchfmri._model.generators import random_state
+from torchfmri._model.layers import every_module
 from torchfmri._model.process import whole_restorations
 from torchfmri._model.threads import own_turn, watched
 from torchfmri.exceptions import InspectionError
@@ -48,19 +49,19 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
 @contextmanager
 def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterator[None]:
     """Put everything back at the end of the block; `written` gets names of changed parameters."""
-    _reshard(model)
+    modules = every_module(model)
+    _reshard(modules)
     # An optimizer's step changes the mode in a function of its own: Ctrl-C may leave it changed.
     grad_mode: Callable[[], object] = partial(torch.set_grad_enabled, torch.is_grad_enabled())
-    modules = dict(model.named_modules())  # once: walking over a large model takes milliseconds
     # Embeddings that write into their weights in each forward pass.
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    writing = [each for each in modules.values() if isinstance(each, kinds) and each.max_norm]
+    writing = [each for each in modules if isinstance(each, kinds) and each.max_norm]
     renormalised = [each.weight for each in writing]
-    restore = [random_state().restore, grad_mode, *_save_modules(modules, renormalised)]
+    restore = [random_state().restore, grad_mode, *_save_modules(model, modules, renormalised)]
     spared = {id(each) for each in renormalised}
     versions = [
-        (name, key, parameter, parameter._version)
-        for name, module in modules.items()
+        (module, key, parameter, parameter._version)
+        for module in modules
         for key, parameter in module._parameters.items()
         if parameter is not None and id(parameter) not in spared and not parameter.is_inference()
     ]
@@ -68,24 +69,30 @@ def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterat
         with ExitStack() as stack:  # should one of them fail, the others still run
             for put_back in restore:
                 stack.callback(put_back)
-            stack.callback(_reshard, model)  # before the others: the last one in is the first out
+            stack.callback(_reshard, modules)  # before the others: the last one in is the first out
             yield
     finally:
         changed: set[int] = set()  # a shared one is named once
-        for name, key, parameter, version in versions:
+        for module, key, parameter, version in versions:
             if written is not None and parameter._version != version:
                 if id(parameter) not in changed:
+                    name = _name_of(module, model)
                     written(f"{name}.{key}" if name else key)
                 changed.add(id(parameter))
 
 
-def _reshard(model: nn.Module) -> None:
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    """Return the first name of a module; walking over a large model takes milliseconds."""
+    names: dict[int, str] = {id(each): name for name, each in model.named_modules()}
+    return names.get(id(module), "")
+
+
+def _reshard(modules: Sequence[nn.Module]) -> None:
     """Let FSDP (`fully_shard`) put its shards in the place of the gathered parameters.
 
     After a forward pass some stay gathered, and FSDP remembers that: were only the parameters put
     back, the next pass would take the shards for the whole.
     """
-    modules = list(model.modules())
     lines = {kind: {each.__name__ for each in kind.__mro__} for kind in set(map(type, modules))}
     kinds = {kind for kind, names in lines.items() if "FSDPModule" in names}
     for module in modules if kinds else ():
@@ -108,7 +115,7 @@ def generators_restored() -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode, and afterwards back into the mode that it had."""
     with whole_restorations():
-        modes = [(module, module.training) for module in model.modules()]
+        modes = [(module, module.training) for module in every_module(model)]
         try:
             model.eval()
             yield
@@ -144,40 +151,46 @@ def copy_of_data(value: Any) -> Any:
 
 
 def _save_modules(
-    modules: Mapping[str, nn.Module], spared: Iterable[Tensor]
+    model: nn.Module, modules: Sequence[nn.Module], spared: Iterable[Tensor]
 ) -> list[Callable[[], None]]:
     """Return what puts back the attributes of each module, and what these hold."""
-    restore: list[Callable[[], None]] = []
     renormalised = {id(each): each for each in spared}
+    own = {id(each) for module in modules for each in module._parameters.values()}
     held: dict[int, Any] = dict(renormalised)
     empty: list[Any] = []
-    for name, module in modules.items():
+    for module in modules:
         if module._parameters and any(map(is_lazy, module._parameters.values())):  # type: ignore[arg-type]
             raise InspectionError(
-                f"{name or 'The model'!r} has lazy parameters, which the first call creates for "
-                "good. Run the model once by yourself first."
+                f"{_name_of(module, model) or 'The model'!r} has lazy parameters, which the first "
+                "call creates for good. Run the model once by yourself first."
             )
-        restore.append(_save_attributes(module))
-        for value in [*module._buffers.values(), *module.__dict__.values()]:
+        state = module.__dict__
+        if "_buffers" not in state:  # a scripted one
+            state = {**state, "_buffers": dict(module._buffers.items())}
+        for value in state.values():
             kind = type(value)
-            if kind in _CONTAINERS and not value:
-                empty.append(value)  # most are: the places for hooks
+            if kind in _CONTAINERS:
+                if value:
+                    _collect(value, held)
+                else:
+                    empty.append(value)  # most are: the places for hooks
             elif kind not in _PLAIN:
                 _collect(value, held)
-    empty += [each for each in held.values() if not isinstance(each, Tensor) and not each]
-    restore.append(lambda: _empty_again(empty))
+    containers: list[Any] = []
+    tensors: list[Tensor] = []
     for value in held.values():
-        if (
-            isinstance(value, nn.Parameter)
-            and value.requires_grad
-            and id(value) not in renormalised
-        ):
-            continue  # somebody else's parameter, reached through a plain attribute
-        if isinstance(value, Tensor):
-            restore.append(_save_tensor(value))
-        elif value and not isinstance(value, tuple):
-            restore.append(_save_content(value))
-    return restore
+        if not isinstance(value, Tensor):
+            (containers if value else empty).append(value)
+        elif id(value) in renormalised or not (
+            id(value) in own or (isinstance(value, nn.Parameter) and value.requires_grad)
+        ):  # the last is somebody else's parameter, reached through a plain attribute
+            tensors.append(value)
+    return [
+        _save_attributes(modules),
+        partial(_empty_again, empty),
+        _save_contents([each for each in containers if not isinstance(each, tuple)]),
+        *map(_save_tensor, tensors),
+    ]
 
 
 def _empty_again(containers: list[Any]) -> None:
@@ -203,46 +216,45 @@ _CONTAINERS = frozenset((list, dict, set, tuple, OrderedDict, deque))
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
-def _save_attributes(module: nn.Module) -> Callable[[], None]:
-    attributes = dict(module.__dict__)
+def _save_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    saved = [(each.__dict__, dict(each.__dict__)) for each in modules]
 
     def put_back() -> None:
-        now = module.__dict__
-        # Nearly always nothing has changed, and a model has hundreds of modules.
-        if now.keys() == attributes.keys() and all(
-            map(is_, now.values(), map(attributes.__getitem__, now))
-        ):
-            return
-        for key in [key for key in now if key not in attributes]:
-            del now[key]
-        for key, value in attributes.items():
-            if key not in now or now[key] is not value:
-                now[key] = value
+        for now, attributes in saved:
+            if _same_content(now, attributes):  # nearly always, and a model has hundreds of modules
+                continue
+            for key in [key for key in now if key not in attributes]:
+                del now[key]
+            for key, value in attributes.items():
+                if key not in now or now[key] is not value:
+                    now[key] = value
 
     return put_back
 
 
-def _save_content(container: Any) -> Callable[[], None]:
-    """Return what puts the content of a container back, in the same container: others hold it."""
-    content = copy.copy(container)
+def _save_contents(containers: Iterable[Any]) -> Callable[[], None]:
+    """Return what puts back the contents of containers, in the same ones: others hold them."""
+    saved = [(each, copy.copy(each)) for each in containers]
 
     def put_back() -> None:
-        if not _same_content(container, content):
-            container.clear()
-            add = container.extend if isinstance(container, (list, deque)) else container.update
-            add(content)
+        for container, content in saved:
+            if not _same_content(container, content):
+                container.clear()
+                add = container.extend if isinstance(container, (list, deque)) else container.update
+                add(content)
 
     return put_back
 
 
 def _same_content(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects; equal ones may be told apart by their users."""
     if len(one) != len(other):
         return False
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(one[key] is other[key] for key in one)
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(a is b for a, b in zip(one, other, strict=True))
+    if isinstance(one, set):  # in any order
+        return set(map(id, one)) == set(map(id, other))
+    if isinstance(one, Mapping) and not all(map(is_, one.values(), other.values())):
+        return False
+    return all(map(is_, one, other))
 
 
 def _save_tensor(tensor: Tensor) -> Callable[[], None]:

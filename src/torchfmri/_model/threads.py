@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchfmri._model.generators import RandomState, random_state
-from torchfmri._model.layers import runnable, unwrap
+from torchfmri._model.layers import every_module, runnable, unwrap
 from torchfmri._model.process import whole_restorations
 from torchfmri._torch import Hook, hooked
 from torchfmri.exceptions import InspectionError
@@ -93,7 +93,9 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         # Weak references, because an id is given to another module once this one is gone: a Monitor
         # that was never detached would hinder a model that has nothing to do with it.
-        self._modules = weakref.WeakValueDictionary((id(each), each) for each in model.modules())
+        self._modules = weakref.WeakValueDictionary(
+            (id(each), each) for each in every_module(model)
+        )
         self.thread = threading.current_thread()
 
     @property

@@ -166,8 +166,8 @@ class HookSet:
 
     def _enter(self, module: nn.Module, entries: Mapping[str, Any]) -> bool:
         """Put entries into the hook tables of a module; False if it has no such tables."""
-        tables: list[Any] = [vars(module).get(name) for name in entries]
-        if any(each is None for each in tables):
+        tables: list[Any] = [*map(vars(module).get, entries)]
+        if None in tables:
             return False
         for table, entry in zip(tables, entries.values(), strict=True):
             table[self._number] = entry
@@ -648,7 +648,8 @@ def compiled_parts(model: nn.Module) -> list[CompiledForward]:
     """
     found, inside = [], {id(model)}
     for module in model.modules():
-        if id(module) in inside:
+        state = vars(module)
+        if id(module) in inside or not (state.get("_compiled_call_impl") or "forward" in state):
             continue
         compiled = CompiledForward(module)
         if compiled.known:

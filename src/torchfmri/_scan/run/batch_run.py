@@ -17,6 +17,7 @@ from torch import Tensor
 from torchfmri._model import compiled_code_as_eager, generators_restored, resting, spared_grad
 from torchfmri._scan.run.batch_rows import BatchRow, Frame, cut_rows
 from torchfmri._scan.run.cached_pass import run_cached
+from torchfmri._scan.run.collection import RestingCollector
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.first_call import FirstCall
@@ -240,10 +241,11 @@ class BatchRun:
             "token_loss": run_token_losses,
         }
         run = runs.get(options.per, run_pass)
-        found = run(
-            self.subject, sequences, self.loss,
-            voxel=options.voxel, tensors=self.tensors, vectors=self.vectors,
-        )  # fmt: skip
+        with RestingCollector() if run is run_pass else nullcontext():
+            found = run(
+                self.subject, sequences, self.loss,
+                voxel=options.voxel, tensors=self.tensors, vectors=self.vectors,
+            )  # fmt: skip
         for each in (found.activation, found.gradient):
             if each is not None:
                 each.flush()  # which may find out that something is missing

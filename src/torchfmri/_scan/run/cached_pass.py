@@ -56,13 +56,13 @@ def run_cached(
     first = int(counts.any(0).nonzero()[0]) if bool(counts.any()) else s - 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
-        stack.enter_context(trainable(model))
+        parameters = stack.enter_context(trainable(model))
         taps = stack.enter_context(sink.attached())
         steps = _Steps(model, sequences, sink, found)
         if first > 0:
             with torch.no_grad():
                 steps.run(0, first)
-        tokens = token_gradients_of(model, voxel, found)
+        tokens = token_gradients_of(model, parameters, voxel, found)
         if tokens is not None:
             stack.enter_context(tokens)
         stack.enter_context(torch.enable_grad())

@@ -33,12 +33,22 @@ Decode: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 """A user's own loop: model and (b, s) ids -> (b, s + n) ids."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "do_sample": (None, False),
-    "repetition_penalty": (None, 1.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length"), (None, 0)),
+    "num_beams": (None, 1),
+    **dict.fromkeys(
+        ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (None, 1.0)
+    ),
+    **dict.fromkeys(
+        (
+            *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"),
+            *("min_new_tokens", "min_length"),
+        ),
+        (None, 0),
+    ),
     **dict.fromkeys(
         (
             *("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"),
-            *("suppress_tokens", "begin_suppress_tokens", "watermarking_config"),
+            *("suppress_tokens", "begin_suppress_tokens", "watermarking_config", "dola_layers"),
+            "exponential_decay_length_penalty",
         ),
         (None,),
     ),
@@ -47,7 +57,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _HARMLESS = frozenset(
     {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "past_key_values"}
     | {"return_dict_in_generate", "generation_config", "num_return_sequences"}
-    | {"temperature", "top_k", "top_p", "cache_implementation", "prefill_chunk_size"}
+    | {"output_scores", "output_logits", "output_attentions", "output_hidden_states"}
+    | {"cache_implementation", "prefill_chunk_size", "compile_config", "disable_compile"}
+    | {"max_time", "stop_strings", "stopping_criteria", "tokenizer", "streamer"}
+    # What these leave out or scale matters to samples alone.
+    | {"temperature", "top_k", "top_p", "top_h", "min_p", "typical_p"}
+    | {"epsilon_cutoff", "eta_cutoff", "renormalize_logits"}
 )
 _READ_HERE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (is_whole, "give a whole number, such as 4"),

@@ -13,6 +13,7 @@ import hashlib
 import json
 import platform
 import sys
+import weakref
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import unwrap
+from torchfmri._model import every_parameter, unwrap
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.readouts import describe_readouts
 from torchfmri._scan.run.scan_loss import ScanLoss
@@ -72,7 +73,7 @@ def fingerprint(model: nn.Module) -> str:
     """A few digits that change when the weights do: a scan goes on with the same ones alone."""
     digest = hashlib.sha256()
     kept = [
-        each for each in model.parameters()
+        each for each in every_parameter(model)
         if not each.is_meta and each.numel() and not hasattr(each, "to_local")
     ]  # fmt: skip
     with torch.no_grad():
@@ -100,13 +101,25 @@ def model_name(model: nn.Module) -> str:
 def config_hash(model: nn.Module) -> str:
     """A hash of the configuration, or of the names and shapes of the parameters."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_diff_dict"):
+    if not hasattr(config, "to_diff_dict"):
+        return _hash_of({name: list(each.shape) for name, each in model.named_parameters()})
+    whole = repr((type(config), config.to_dict()))
+    known = _config_hashes.get(model)
+    # transformers take milliseconds to find out what differs from the defaults.
+    if known is None or known[0] != whole:
         data = {
             key: value for key, value in config.to_diff_dict().items()
             if key not in ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
         }  # fmt: skip
-    else:
-        data = {name: list(each.shape) for name, each in model.named_parameters()}
+        known = _config_hashes[model] = (whole, _hash_of(data))
+    return known[1]
+
+
+_config_hashes: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]]
+_config_hashes = weakref.WeakKeyDictionary()
+
+
+def _hash_of(data: Any) -> str:
     text = json.dumps(data, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -7,13 +7,19 @@ KV cache, so no token is fed twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._capture import CallKey, Short, Sink, Taps, Target
-from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
+from torchfmri._model import (
+    acts_on_gradients,
+    compiled_code_as_eager,
+    every_parameter,
+    run_backward,
+    spared_grad,
+)
 from torchfmri._scan.run.head_outputs import listening_to_inputs
 from torchfmri._scan.run.learning_costs import read_costs
 from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
@@ -55,8 +61,8 @@ def run_pass(
         stack.enter_context(torch.set_grad_enabled(loss is not None))
         tokens = None
         if loss is not None:
-            stack.enter_context(trainable(model))
-            tokens = token_gradients_of(model, voxel, found)
+            parameters = stack.enter_context(trainable(model))
+            tokens = token_gradients_of(model, parameters, voxel, found)
             if tokens is not None:
                 stack.enter_context(tokens)
         stack.enter_context(sink.attached())
@@ -74,36 +80,41 @@ def run_pass(
 
 def backward(loss: Tensor, model: nn.Module) -> None:
     """Run the backward pass; every `.grad` stays as it is."""
-    if acts_on_gradients(model.parameters()):
-        run_backward(loss, model.parameters())
+    parameters = every_parameter(model)  # as they are now: FSDP puts others there in a forward pass
+    if acts_on_gradients(parameters):
+        run_backward(loss, parameters)
     else:
-        with spared_grad(model.parameters()):
+        with spared_grad(parameters):
             torch.autograd.backward(loss)
 
 
-def token_gradients_of(model: nn.Module, voxel: int, found: ScanPass) -> TokenGradients | None:
+def token_gradients_of(
+    model: nn.Module, parameters: Iterable[nn.Parameter], voxel: int, found: ScanPass
+) -> TokenGradients | None:
     """The token gradients of all parameters by voxel; None where there are no parameters."""
-    if not any(each.requires_grad for each in model.parameters()):
+    if not any(each.requires_grad for each in parameters):
         found.notes.append("the model has no parameters that could be trained: no learning cost")
         return None
     return TokenGradients(model, keep="voxels", voxel=voxel)
 
 
 @contextlib.contextmanager
-def trainable(model: nn.Module) -> Iterator[None]:
+def trainable(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Let every floating-point parameter require a gradient, as long as the block runs.
 
+    Yields all parameters: to find them in a large model takes a while.
     A frozen model and one in training are then scanned alike.
     """
+    parameters = every_parameter(model)
     frozen = [
         each
-        for each in model.parameters()
+        for each in parameters
         if not each.requires_grad and each.is_floating_point() and not each.is_inference()
     ]
     try:
         for each in frozen:
             each.requires_grad_(True)
-        yield
+        yield parameters
     finally:
         for each in frozen:
             each.requires_grad_(False)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from torchfmri._kernels import heaviest
 from torchfmri._model import unwrap
+from torchfmri._scan.run.collection import RestingCollector
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.flat_layout import layout_of
 from torchfmri._scan.run.live_hooks import (
@@ -137,6 +138,7 @@ class LiveRecording(Attached):
         self._flats: list[Tensor] = []  # steps that wait, (b, 1, width)
         self._first_flat = 0
         self._hooks = HookSet()
+        self._collector = RestingCollector()
         self.seen = self.unseen = 0
         self._fed_ids = torch.full((self._b, length), -1, device=prompt.device)
         self._fed: list[Tensor] = []  # not yet in `_fed_ids`
@@ -165,6 +167,7 @@ class LiveRecording(Attached):
         # The one that `generate` calls; a wrapper around it (PEFT) calls it as well.
         model = unwrap(self.subject.model)
         places = {each.index: place for place, each in enumerate(self.outputs.layout.layers)}
+        stack.callback(self._collector.go_on)
         before, after = EagerHook(self._begins, model), EagerHook(self._ends, model)
         stack.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(self._hooks.remove)
@@ -195,6 +198,7 @@ class LiveRecording(Attached):
         self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
         self.begin_pass(ids_of(arguments, keywords), keywords)
+        self._collector.rest()
 
     def begin_pass(self, ids: Tensor, keywords: Mapping[str, Any]) -> None:
         """Take note of what the model is about to be fed."""
@@ -319,12 +323,14 @@ class LiveRecording(Attached):
     def _ends(self, model: nn.Module, arguments: object, output: object) -> None:
         if self.outputs.is_step:
             self._end_step()
+        self._collector.go_on()
         self.end_pass(output)
 
     def _end_step(self) -> None:
         """Join the outputs of all layers, of which nobody has a reference afterwards."""
         flat = self.outputs.joined() if self._count == 1 else None
         if flat is not None:
+            self.outputs.begin(is_step=True)  # before the collector sees them
             self.take_flat(flat)
             return
         whole, others = self.outputs.split() if self._count > 1 else ([], self.outputs.single())

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torchfmri._arguments import check_number, check_real, require
 from torchfmri._model import (
     device_of,
+    every_module,
+    every_parameter,
     find_layers,
     named_layers,
     runnable,
@@ -165,7 +167,8 @@ class Scanner:
                 _check_labels(run.count, names, conditions)
             written: list[str] = []
             with unchanged(self._model, written.append):
-                self._model.eval()
+                if any(each.training for each in every_module(self._model)):
+                    self._model.eval()
                 rows = run.run(max_new_tokens > 0)
         if written:
             run.notes.append(f"the model wrote into its parameters: {', '.join(written[:3])}")
@@ -222,11 +225,8 @@ class Scanner:
         _check_possible(self._model, max_new_tokens)
         if decode is not None and not callable(decode):
             raise InspectionError(f"decode={decode!r}: give a function that takes model and ids.")
-        if self.options.per is not None and any(p.is_inference() for p in self._model.parameters()):
-            raise InspectionError(
-                "The model was made inside torch.inference_mode(), so nothing can be "
-                "differentiated through it. Make it outside, or scan activations: per=None."
-            )
+        if self.options.per is not None:
+            _check_differentiable(self._model)
         side = "left" if is_causal(self._model) else "right"
         encoded = encode(prompt, self._tokenizer, chat, side).to(device_of(self._model))
         refuse_unknown_ids(self._model, encoded.ids)
@@ -309,6 +309,14 @@ def _check_labels(
 def _names(rows: Sequence[BatchRow]) -> list[str]:
     """Place and content."""
     return [f"{index:06d}-{row.fingerprint}" for index, row in enumerate(rows)]
+
+
+def _check_differentiable(model: nn.Module) -> None:
+    if any(each.is_inference() for each in every_parameter(model)):
+        raise InspectionError(
+            "The model was made inside torch.inference_mode(), so nothing can be differentiated "
+            "through it. Make it outside, or scan activations: per=None."
+        )
 
 
 def _check_possible(model: nn.Module, max_new_tokens: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -120,10 +121,15 @@ class Resolved:
     axis: TokenAxis
     inside: Shape
 
-    @property
+    @cached_property
     def width(self) -> int:
         """How many units the layer has."""
         return math.prod(self.inside)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether outputs are (b, s, w) as they come, as most are: nothing is computed then."""
+        return self.axis is AXES[0] and len(self.inside) == 1
 
     def expected(self, b: int, s: int) -> Shape:
         """The shape of the output for b sequences of s tokens."""
@@ -131,7 +137,9 @@ class Resolved:
 
     def rows(self, output: Tensor, b: int, s: int) -> Tensor | None:
         """(b, s, w), or None where the output has another shape than expected."""
-        shape = tuple(output.shape)
+        shape = output.shape
+        if self._is_plain and shape == (b, s, self.width):
+            return output
         if shape == self.expected(b, s):
             return self.axis.rows(output, b, s)
         if self.axis.shared and shape == (b, s, *self.inside):  # positions given for each of them

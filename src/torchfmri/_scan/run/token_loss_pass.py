@@ -47,8 +47,8 @@ def run_token_losses(
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(trainable(model))
-        stack.enter_context(spared_grad(model.parameters()))  # a Function may run backward()s
+        parameters = stack.enter_context(trainable(model))
+        stack.enter_context(spared_grad(parameters))  # a Function may run backward()s
         stack.enter_context(sink.attached())
         output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)

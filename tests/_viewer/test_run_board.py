@@ -320,7 +320,9 @@ def test_each_run_of_a_folder_is_opened_as_if_it_were_alone(page: Page, tmp_path
         page.page.locator(".details h2:text-is('This step')").wait_for()
         assert "loss" in page.text(".details h2:text-is('This step') + dl")
         # An address that is saved on the way to a run would name the column of the run before.
-        saved = page.js("(app.share(), app.set({sequence: 0, column: 0}), app.share(), location.hash)")
+        saved = page.js(
+            "(app.share(), app.set({sequence: 0, column: 0}), app.share(), location.hash)"
+        )
         assert "sequence=1" in saved
         page.page.goto("about:blank")
         page.open(f"{view.url}#sequence=0")

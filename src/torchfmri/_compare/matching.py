@@ -1,10 +1,10 @@
 """Match the layers of both sides: `match_layers` returns a `Matching`.
 
 `entry_point` calls it before any tensor is compared; `explanation` asks here for layers that only
-one side has. The ways to match are tried from certain to doubtful: the user's names, equal names,
-ends of names, then, while less than half have a partner, weights and finally order and shape. A
-later way must not touch pairs of an earlier one. Each way that guesses puts a sentence into `doubt`
-for the user, since a wrong pair looks like a difference.
+one side has. The ways to match are tried from certain to doubtful: the user's names, equal names
+(`lists` moves the numbers in lists first), ends of names, then, while less than half have a
+partner, weights and finally order and shape. A later way must not touch pairs of an earlier one.
+Each way that guesses puts a sentence into `doubt`, since a wrong pair looks like a difference.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.difference import Kind
+from torchfmri._compare.lists import match_lists
 from torchfmri._compare.recording import FORWARD, RecordedPlace, Recording
 from torchfmri._compare.side import Side
 from torchfmri._compare.weights import match_by_place, match_by_weights, parameter_shapes
@@ -59,20 +60,22 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
     layers_a, layers_b = a.layers, b.layers
     given = _given(names or {}, layers_a, layers_b)
     taken = set(given.values())
-    same = {each: each for each in layers_a if each in set(layers_b) - taken and each not in given}
-    pairs = given | same
+    known, free = match_lists(one, two), set(layers_b) - taken
+    named = [each for each in layers_a if known.get(each) in free and each not in given]
+    moved = {each: known[each] for each in named if known[each] != each}
+    pairs = given | {each: known[each] for each in named}
     by_ending = _by_ending(_without(layers_a, pairs), _without(layers_b, pairs.values()))
     pairs |= by_ending
-    doubts = []
+    doubts = [_doubt(moved, "in the order of their list")] if moved else []
     kept = {each: pairs[each] for each in _credible(pairs, given, one, two)}
-    if len(kept) < len(pairs) or _are_few(pairs, layers_a, layers_b):
+    if moved or len(kept) < len(pairs) or _are_few(pairs, layers_a, layers_b):
         rest = _without(layers_a, kept), _without(layers_b, kept.values())
         by_weights = match_by_weights(one.modules, two.modules, rest, kept)
         known = kept | by_weights
         by_place = match_by_place(one.modules, two.modules, (layers_a, layers_b), known)
-        if by_weights and len(known) + len(by_place) >= len(pairs):
+        if (moved or by_weights) and len(known) + len(by_place) >= len(pairs):
             pairs = known | by_place
-            doubts.append(_doubt(by_weights, "by their weights"))
+            doubts += [_doubt(by_weights, "by their weights")] if by_weights else []
             doubts += [_doubt(by_place, "by place and shape")] if by_place else []
     by_ending = {each: pairs[each] for each in by_ending if pairs.get(each) == by_ending[each]}
     doubts[:0] = [_doubt(by_ending, "by the end of the name")] if by_ending else []
@@ -100,8 +103,8 @@ def _credible(
 ) -> list[str]:
     """Return the layers of a whose partner by name can be the same layer.
 
-    The numbers in a Sequential are places and no names: one layer more moves all that follow. Other
-    names are doubted only if more than half of them mean other layers.
+    The numbers in a Sequential are places and no names: one that means another layer makes all of
+    its list doubtful. Other names are doubted only if more than half of them mean other layers.
     """
     wrong = {
         each

@@ -36,7 +36,7 @@ def match_by_weights(
         known: Pairs that are known already.
     """
     keys = [
-        _grouped({n: _fingerprint(side[n]) for n in names if n in side})
+        _grouped({n: fingerprint(side[n]) for n in names if n in side})
         for side, names in zip((a, b), rest, strict=True)
     ]
     found: dict[str, str] = {}
@@ -140,7 +140,7 @@ def _neighbours(names: Sequence[str], partners: Mapping[str, str]) -> dict[str, 
     return dict(zip(names, zip(before, reversed(after), strict=True), strict=True))
 
 
-def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
+def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """Return numbers that stay the same if a weight is transposed or its units are permuted."""
     tensors = [each for each in own_tensors(module).values() if each.is_floating_point()]
     return tuple(sorted(map(_sums, tensors)))

@@ -85,7 +85,7 @@ def test_a_block_more_hides_nothing_and_raises_no_alarm(
     assert f"blocks.{at}" in (found.only_a if turned else found.only_b)
     assert any("in the order of their list" in note for note in found.notes), "the doubt is said"
     with torch.no_grad():
-        b.blocks[4].up.bias[3] += 0.1  # type: ignore[union-attr]
+        b.get_parameter("blocks.4.up.bias")[3] += 0.1
     first = (compared(b, a) if turned else compared(a, b)).first
     assert first is not None
     layers = [first.partner, first.layer] if turned else [first.layer, first.partner]
@@ -99,8 +99,8 @@ def test_another_activation_beside_a_block_more_is_named() -> None:
     first = compared(a, b).first
     assert first is not None
     assert (first.layer, first.partner) == ("blocks.2.act", "blocks.3.act")
-    a, b = (nn.Sequential(*each).eval() for each in _activations())
-    first = compare(a, b, data=torch.randn(5, 8)).first
+    one, two = (nn.Sequential(*each).eval() for each in _activations())
+    first = compare(one, two, data=torch.randn(5, 8)).first
     assert first is not None
     assert (first.layer, first.partner) == ("3", "4"), "by its place between the same layers"
 
@@ -123,7 +123,7 @@ def test_of_equal_blocks_the_one_with_other_weights_is_the_new_one() -> None:
 def test_a_recording_has_no_weights_and_is_aligned_by_its_classes() -> None:
     a, b = sides(Unchanged(), 1)
     with torch.no_grad():
-        b.blocks[3].down.weight[2] *= 1.5  # type: ignore[union-attr]
+        b.get_parameter("blocks.3.down.weight")[2] *= 1.5
 
     def recorded(model: nn.Module) -> object:
         inspector = Inspector(model, keep="tensors")

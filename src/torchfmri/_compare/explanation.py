@@ -67,7 +67,8 @@ def explain(
             found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
         if layer != pair.place.layer:
             found += other_order(one.recording, two.recording, matching, layer)
-        found += uncalled_before(one.recording, two.recording, matching, pair.place, layer)
+        if not any(side.run is not None and side.run.hidden for side in (one, two)):
+            found += uncalled_before(one.recording, two.recording, matching, pair.place, layer)
     if layer in modules_a and partner in modules_b:
         others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
         turned = transposing_classes(modules_a, modules_b, others)

@@ -110,5 +110,5 @@ def _likeness(one: Mapping[str, tuple[Any, Any]], two: Mapping[str, tuple[Any, A
     """Return how much two blocks look alike: the share of equal layers, and of equal numbers."""
     same = [name for name in one if name in two and one[name][0] == two[name][0]]
     held = [name for name in one if one[name][1]]
-    equal = sum(name in two and one[name][1] == two[name][1] for name in held)
+    equal = sum(name in two and bool(one[name][1] == two[name][1]) for name in held)
     return (len(same) + _EQUAL * equal) / len(one.keys() | two.keys())

@@ -152,7 +152,7 @@ def _returned(run: Run) -> dict[tuple[str, int], _Returned]:
                 found[layer, call] = _Returned(could=could, has=has)
 
             stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
-        record(run, layers=[next(iter(named_layers(run.model)))])
+        record(run, layers=[next(iter(named_layers(run.model)))], eager=True)
     return found
 
 
@@ -168,7 +168,7 @@ def _taken(side: Side, layer: str) -> set[str]:
     module = named_layers(side.run.model)[layer]
     with whole_restorations(), ExitStack() as stack:
         stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
-        record(side.run, layers=[layer])
+        record(side.run, layers=[layer], eager=True)
     return found
 
 

@@ -138,10 +138,11 @@ def measure_spread(
     """
     run = side.run
     assert run is not None
-    if run.is_compiled:
-        _add(side, record_outside(run))
+    if run.is_compiled or run.compiled_parts:
+        again = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
+        _add(side, again)
         # Its layers round as they do when they are seen, which is when they are run eagerly.
-        plain = record(run, max_bytes=max_bytes)
+        plain = record(run, max_bytes=max_bytes, eager=True)
         _add(side, record_rounded(run, coarsest, max_bytes=max_bytes), plain)
         return
     anew = _beside(side.recording, record_rounded(run, coarsest, max_bytes=max_bytes))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._compare.grid import PositionGrid
-from torchfmri._compare.recording import RecordedPlace
+from torchfmri._compare.recording import Axes, RecordedPlace
 
 Floats = NDArray[np.float64]
 FACTOR = 5.0
@@ -58,6 +58,7 @@ class Pair:
             than typical noise; else nan.
         nonfinite: "NaN" or "infinite" if both sides have such values in the same place, where they
             cannot be compared; else empty.
+        axes: In which order b has to take its axes to have those of a; empty if it has them.
     """
 
     direction: str
@@ -73,6 +74,7 @@ class Pair:
     repeating: NDArray[np.bool_] | None = None
     alike: float = math.nan
     nonfinite: str = ""
+    axes: Axes = ()
 
     @property
     def worst(self) -> float:

@@ -256,6 +256,9 @@ def _difference(
     told = next((each for each in later if each.differs and each.grid is not None), pair)
     index, place = _first_row(pair), _first_row(told)
     row, token = told.grid.places[place] if told.grid is not None else (None, None)
+    if told.grid is not None and told.axes[:2] == (1, 0) and told.place in one.placed:
+        row, token = token, row  # a has time first, and b has the batch
+        place = told.grid.places.index((row, token))
     return Difference(
         direction=direction,
         layer=layer,

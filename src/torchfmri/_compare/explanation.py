@@ -80,7 +80,7 @@ def explain(
         found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
     found += origin.kinds
     if pair.partner is not None and not any(each.name != "mask" for each in origin.kinds):
-        a, b = rows_of_both(one.recording, two.recording, pair.place, pair.partner)
+        a, b = rows_of_both(one.recording, two.recording, pair.place, pair.partner, pair.axes)
         if a is not None and b is not None:
             dtypes = {one.recording.dtype(pair.place), two.recording.dtype(pair.partner)}
             found += kinds_of(a, b, pair.threshold, dtypes)

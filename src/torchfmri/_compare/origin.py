@@ -212,10 +212,17 @@ class _Given:
                 return True
         return False
 
-    def tables(self, several: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return tensors as rows."""
+    def differ(self, several: tuple[Tensor, ...], pair: Pair) -> bool:
+        """Whether the tensors of one path differ, also with the axes of b in the order of a."""
+        return self._differ(several, pair) and not (
+            len(pair.axes) == several[2].ndim > 2
+            and not self._differ((*several[:2], *(x.permute(pair.axes) for x in several[2:])), pair)
+        )
+
+    def _differ(self, several: tuple[Tensor, ...], pair: Pair) -> bool:
         both = zip(self.recorded, several, strict=True)
-        return [side.as_rows(each, self.what).values for side, each in both]
+        tables = [side.as_rows(each, self.what).values for side, each in both]
+        return len({each.shape for each in tables}) == 1 and _differs(tables, pair)
 
     def mask_kinds(self, layer: str, pair: Pair) -> Iterator[Kind]:
         """Yield the kind `mask` if a layer is given another mask; inputs leave masks out."""
@@ -234,8 +241,7 @@ class _Given:
     def value_kinds(self, layer: str, pair: Pair) -> list[Kind]:
         """Return how the first that differs of what a layer is given, or gives back, differs."""
         for several in _matched([_inputs(each) for each in self.at(layer, pair)]):
-            tables = self.tables(several)
-            if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
+            if self.differ(several, pair):
                 rows = [self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)]
                 dtypes = {several[at].dtype for at in (0, 2)}
                 return kinds_of(rows[0], rows[1], pair.threshold, dtypes)
@@ -254,8 +260,7 @@ def _agreeing(pair: Pair, given: _Given) -> dict[str, bool]:
             continue
         found[layer] = True
         for several in _matched([_inputs(each) for each in known]):
-            tables = given.tables(several)
-            if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
+            if given.differ(several, pair):
                 found[layer] = False
     return found
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfmri._compare.arrangement import in_other_order, is_transposed
+from torchfmri._compare.arrangement import axes_of, in_other_order
 from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Pair
 from torchfmri._compare.left_out import (
@@ -32,6 +32,7 @@ from torchfmri._compare.recording import (
     FORWARD,
     PARAMETERS,
     WHAT,
+    Axes,
     RecordedPlace,
     RecordedRows,
     Recording,
@@ -258,8 +259,7 @@ def _pair(
     spreads = a.spread.get(place), b.spread.get(partner)
     spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
-    turned = is_transposed(a, b, place, partner)
-    one, two = rows_of_both(a.recording, b.recording, place, partner, transposed=turned)
+    one, two, axes = _alike(a, b, place, partner, threshold)
     grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
     if one is None or two is None:
@@ -269,12 +269,11 @@ def _pair(
         if value is not None and gap < math.inf:
             bad = value.statistics
             nonfinite = "NaN" if bad.nan else "infinite" if bad.inf else ""
-    elif (both := _alike(a, b, place, partner, one, two, threshold)) is None:
+    elif one.values.shape != two.values.shape:
         shapes = [side.recording.value(each) for side, each in ((a, place), (b, partner))]
         said = " against ".join(str(each.shape) for each in shapes if each is not None)
         gaps, reason = np.array([math.inf]), f"shape {said}"
     else:
-        one, two = both
         gaps = relative(one.values, two.values).numpy()
         grid = one.grid if two.grid is not None else None
         if (tolerance or (math.isnan(spread_a) and math.isnan(spread_b))) and threshold > 0:
@@ -286,14 +285,14 @@ def _pair(
         measured = not a.recording.reduced or direction == FORWARD
         if measured and not apart.isfinite().all():
             nonfinite = _nonfinite_in_both(one.values, two.values)
-        if tolerance is None and not turned:
-            repetition = repetition_of(a, b, place, partner, gaps)
+        if tolerance is None:
+            repetition = repetition_of(a, b, place, partner, gaps, axes)
             if gaps.max(initial=0.0) <= threshold:
                 threshold = min(threshold, repetition.threshold)
     return Pair(
         direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
-        repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
+        repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite, axes=axes,
     )  # fmt: skip
 
 
@@ -310,17 +309,22 @@ def _is_rounding(side: Side, place: RecordedPlace, rows: RecordedRows) -> bool:
 
 
 def _alike(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, one: RecordedRows,
-    two: RecordedRows, threshold: float,
-) -> tuple[RecordedRows, RecordedRows] | None:  # fmt: skip
-    """Return the rows of both in another order where they agree then; None for other shapes."""
-    same = one.values.shape == two.values.shape
-    if same and float(relative(one.values, two.values).max()) <= threshold:
-        return one, two
-    for rows in in_other_order(a, b, place, partner):
-        if float(relative(rows[0].values, rows[1].values).max()) <= threshold:
-            return rows
-    return (one, two) if same else None
+    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, threshold: float
+) -> tuple[RecordedRows | None, RecordedRows | None, Axes]:
+    """Return both as rows, in an order in which they agree if there is one, and the axes of b."""
+
+    def agree(rows: tuple[RecordedRows, RecordedRows]) -> bool:
+        one, two = (each.values for each in rows)
+        return one.shape == two.shape and float(relative(one, two).max()) <= threshold
+
+    one, two = rows_of_both(a.recording, b.recording, place, partner)
+    if one is None or two is None or agree((one, two)):
+        return one, two, ()
+    if axes := axes_of(a, b, place, partner):
+        one, two = rows_of_both(a.recording, b.recording, place, partner, axes)
+        return one, two, axes
+    others = in_other_order(a, b, place, partner)
+    return *next((rows for rows in others if agree(rows)), (one, two)), ()
 
 
 def _nonfinite_in_both(one: Tensor, two: Tensor) -> str:

@@ -26,6 +26,7 @@ from torchfmri._records import Value
 FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
 WHAT = {FORWARD: "activations", BACKWARD: "gradients", PARAMETERS: "parameter_gradients"}
 """Direction -> what of each layer is compared, in the order in which they come about."""
+Axes = tuple[int, ...]
 _SMALL = 0.1
 """A token whose values are smaller than this share of the median token's is compared with that:
 what is left of a sum that cancels is all rounding."""
@@ -312,12 +313,7 @@ class Recording:
 
 
 def rows_of_both(
-    a: Recording,
-    b: Recording,
-    place: RecordedPlace,
-    partner: RecordedPlace,
-    *,
-    transposed: bool = False,
+    a: Recording, b: Recording, place: RecordedPlace, partner: RecordedPlace, axes: Axes = ()
 ) -> tuple[RecordedRows | None, RecordedRows | None]:
     """Return two tensors as rows; axes of length 1 that only one side has count for nothing.
 
@@ -328,12 +324,12 @@ def rows_of_both(
         b: The other.
         place: The tensor of a.
         partner: That of b.
-        transposed: Whether to transpose that of b.
+        axes: In which order to take the axes of b; empty to leave them as they are.
     """
     one, two = a.tensor(place), b.tensor(partner)
     if one is None or two is None:
         return a.rows(place), b.rows(partner)
-    two = two.T if transposed else two
+    two = two.permute(axes) if axes else two
     longer = max(one.shape, two.shape, key=len)
     if one.squeeze().shape == two.squeeze().shape:
         one, two = one.reshape(longer), two.reshape(longer)

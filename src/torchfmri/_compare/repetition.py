@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._compare.difference import Floats
-from torchfmri._compare.recording import RecordedPlace, rows_of_both
+from torchfmri._compare.recording import Axes, RecordedPlace, rows_of_both
 from torchfmri._compare.side import Side
 
 _SIZE, _SIZE_ELSEWHERE = 1.0, 4.0
@@ -80,7 +80,7 @@ class _RedrawnDifference:
 
 
 def repetition_of(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, gaps: Floats
+    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, gaps: Floats, axes: Axes = ()
 ) -> Repetition:
     """Return whether a difference repeats under new rounding.
 
@@ -90,9 +90,10 @@ def repetition_of(
         place: The tensor of a.
         partner: That of b.
         gaps: (row,) the relative difference.
+        axes: In which order to take the axes of b.
     """
     spreads = [each for each in (a.spread.get(place), b.spread.get(partner)) if each is not None]
-    tables = _tables(a, b, place, partner)
+    tables = _tables(a, b, place, partner, axes)
     typical = max((each.typical for each in spreads), default=math.inf)
     if tables is None or not gaps.size or typical > _MOST_NOISE:
         return Repetition()
@@ -120,15 +121,17 @@ def repetition_of(
     return Repetition(least if few else math.inf, rows, told)
 
 
-def _tables(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> list[Tensor] | None:
+def _tables(
+    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, axes: Axes
+) -> list[Tensor] | None:
     """Return both sides, and both with new rounding, as rows; None if that cannot be had."""
     if a.rounded is None or b.rounded is None:
         return None
     if a.rounded.value(place) is None or b.rounded.value(partner) is None:
         return None
     rows = (
-        *rows_of_both(a.recording, b.recording, place, partner),
-        *rows_of_both(a.rounded, b.rounded, place, partner),
+        *rows_of_both(a.recording, b.recording, place, partner, axes),
+        *rows_of_both(a.rounded, b.rounded, place, partner, axes),
     )
     found = [each.values for each in rows if each is not None]
     return found if len(found) == 4 and len({each.shape for each in found}) == 1 else None

@@ -66,6 +66,8 @@ class Side:
         spread: RecordedPlace -> how far the recording differs from other runs of the same side.
             Empty where it was not measured.
         rounded: A recording with every layer rounding anew; None where there is none.
+        placed: The tensors whose rows depend on their place: those of a batch in another order
+            differ by more than rounding. So do tensors whose first axis is not the batch.
         notes: What to know about this side.
         tokens: Texts of the tokens, where they are known.
     """
@@ -74,6 +76,7 @@ class Side:
     run: Run | None = None
     spread: dict[RecordedPlace, Spread] = field(default_factory=dict)
     rounded: Recording | None = None
+    placed: set[RecordedPlace] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
 
@@ -154,8 +157,10 @@ def measure_spread(
     _merge(rounded, repeated, known=rounded)
     if not run.has_dropout:
         other = _beside(side.recording, record_rearranged(run, max_bytes=max_bytes))
-        moved = _independent(side, _spread(side.recording, other), rounded)
-        _merge(rounded, moved, known=rounded)
+        moved = _spread(side.recording, other)
+        steady = _independent(side, moved, rounded)
+        side.placed = set(moved) - set(steady)
+        _merge(rounded, steady, known=rounded)
         _note_unsteady(side, repeated)
     side.spread = rounded
 

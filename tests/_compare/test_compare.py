@@ -141,6 +141,28 @@ def test_rows_that_depend_on_each_other_are_no_noise() -> None:
     assert next(p for p in found.pairs if p.place.layer == "1").spread_a < 1e-5
 
 
+def test_a_gradient_of_a_parameter_is_judged_as_sharply_where_rows_depend_on_their_place() -> None:
+    """Rows in another order are no noise of the sums over them either."""
+
+    class Weighted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.linspace(1, 1.1, len(x))[:, None]
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Weighted(), nn.Linear(8, 4))
+
+    data = torch.randn(9, 6, generator=torch.Generator().manual_seed(3))
+    found = compare(made(), made(), data=data, loss="sum")
+    assert found.agree, str(found)
+    assert any("what '2'" in note and "order of the rows" in note for note in found.notes)
+    scaled = made()
+    scaled[0].weight.register_hook(lambda gradient: gradient * 1.001)
+    found = compare(made(), scaled, data=data, loss="sum")
+    assert found.first is not None
+    assert (found.first.layer, found.first.direction) == ("0", "parameters")
+
+
 # -- where and what ------------------------------------------------------------------------------
 
 

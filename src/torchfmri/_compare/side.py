@@ -27,6 +27,7 @@ from torchfmri._compare.run import (
     record_rounded,
 )
 from torchfmri._model import named_layers
+from torchfmri._text import listed
 from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
@@ -183,21 +184,27 @@ def _independent(
 ) -> dict[RecordedPlace, Spread]:
     """Return the spreads of tensors that change only by rounding when rows change places."""
 
-    def most(place: RecordedPlace) -> float:
-        known = rounded.get(place, _NO_SPREAD)
+    def is_sum(place: RecordedPlace) -> bool:
         value = side.recording.value(place)
-        if "parameter" in place.what or value is None or not value.shape:
-            return max(_NO_ARRANGEMENT, _MOST_ROUNDING_SUMS * known.worst)
-        return max(4 * torch.finfo(value.dtype).eps, _MOST_ROUNDING * known.worst)
+        return "parameter" in place.what or value is None or not value.shape
 
-    found = {place: value for place, value in moved.items() if value.worst <= most(place)}
-    last = next(reversed(side.recording.places(FORWARD)), None)
-    if last in moved and last not in found:
+    def most(place: RecordedPlace) -> float:
+        known = rounded.get(place, _NO_SPREAD).worst
+        if is_sum(place):
+            return max(0.0 if placed else _NO_ARRANGEMENT, _MOST_ROUNDING_SUMS * known)
+        value = side.recording.value(place)
+        assert value is not None
+        return max(4 * torch.finfo(value.dtype).eps, _MOST_ROUNDING * known)
+
+    # Sums over rows that depend on their place do so too, however little they move.
+    placed = [each for each in moved if not is_sum(each) and moved[each].worst > most(each)]
+    if layers := list(dict.fromkeys(p.layer for p in placed if p.what == WHAT[FORWARD])):
+        worst = max(moved[each].worst for each in placed)
         side.notes.append(
-            f"the output depends on the order of the rows (it moves by {moved[last].worst:.1g}): "
-            "that arrangement does not count as noise"
+            f"what {listed([each or 'the model' for each in layers])} returns depends on the order "
+            f"of the rows (it moves by {worst:.1g}): that arrangement does not count as noise"
         )
-    return found
+    return {place: value for place, value in moved.items() if value.worst <= most(place)}
 
 
 def measure_repeats(side: Side, again: RecordedPass) -> None:

@@ -197,6 +197,27 @@ def test_only_padded_positions_is_a_remark_and_no_difference() -> None:
     assert any("only padded positions differ" in note for note in found.notes)
 
 
+def test_attention_to_padding_is_no_difference_and_hides_none() -> None:
+    """Gradients arrive at attention weights of padded keys, and nothing is computed with them."""
+    model, data = build("llama", "eager"), batch("llama")
+    forgotten = {**data, "attention_mask": torch.ones_like(data["attention_mask"])}
+
+    def weigh(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        weights = output[1].clone()
+        weights[0, 2, 4, 3] *= 1.01
+        return output[0], weights
+
+    b = build("llama", "eager")
+    found = compare(Run(model, data), Run(b, forgotten))
+    assert found.agree, str(found)
+    seen = {pair.direction for pair in found.pairs if pair.place.element == "1"}
+    assert {"forward", "backward"} <= seen, "attention weights are compared"
+    b.get_submodule("model.layers.1.self_attn").register_forward_hook(weigh)
+    first = compare(Run(model, data), Run(b, forgotten)).first
+    assert first is not None
+    assert (first.layer, first.element, first.token) == ("model.layers.1.self_attn", "1", 4)
+
+
 def test_only_under_autocast() -> None:
     class Fragile(nn.Module):
         def __init__(self, wrong: bool) -> None:

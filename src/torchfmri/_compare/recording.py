@@ -145,6 +145,7 @@ class Recording:
         tensor = tensor.detach().to("cpu")
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if "parameter" not in what:
+            tensor = self._without_padded_keys(tensor)
             for grid in self.grids:
                 rows = grid.rows(tensor)
                 if rows is not None:
@@ -153,6 +154,18 @@ class Recording:
         if order is not None and "parameter" not in what:
             return RecordedRows(tensor[order].flatten(1).double(), None)
         return RecordedRows(tensor.reshape(1, -1).double(), None)
+
+    def _without_padded_keys(self, tensor: Tensor) -> Tensor:
+        """Return attention weights, (b, heads, query, key), with zeros for keys that are padding.
+
+        Nothing is computed with those, but gradients arrive at them.
+        """
+        lengths = {grid.kept.shape[1] for grid in self.grids}
+        for kept in (grid.kept for grid in self.grids if not grid.kept.all()):
+            keys = (tensor.shape[0], tensor.shape[-1]) if tensor.ndim == 4 else ()
+            if keys == tuple(kept.shape) and tensor.shape[2] in lengths:
+                return tensor.masked_fill(~kept[:, None, None], 0)
+        return tensor
 
     def choices(self) -> dict[tuple[str, int, str], Tensor]:
         """Return the whole numbers that layers returned for each token, (token, numbers), in order.

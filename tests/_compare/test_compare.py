@@ -113,9 +113,17 @@ def test_tolerance_replaces_the_measurement() -> None:
     other = mlp()
     with torch.no_grad():
         other[2].weight.mul_(1 + 1e-4)
-    assert compare(mlp(), other, data=X, tolerance=1e-2).agree
+    found = compare(mlp(), other, data=X, tolerance=1e-2)
+    assert found.agree
+    assert found.summary().startswith(
+        "no difference of more than 0.01 in 6 tensors (forward), though"
+    )
+    assert "within the tolerance: weight differs by 1.0e-04" in found.text()
+    assert "noise" not in f"{found.text()} {found.summary()}", "nothing was measured"
     found = compare(mlp(), other, data=X, tolerance=0.0)
     assert not found.agree
+    equal = compare(mlp(), mlp(), data=X, tolerance=0.0).summary()
+    assert equal == "no difference in 6 tensors (forward): equal to the last bit"
     assert math.isnan(found.pairs[0].spread_a)
 
 

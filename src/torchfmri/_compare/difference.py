@@ -120,6 +120,19 @@ class Pair:
         return np.where(self.gaps > 0, ratio, 0.0)
 
 
+def beyond_text(tolerance: float | None) -> str:
+    """What a difference has to be beyond to count, as the end of a noun."""
+    if tolerance is None:
+        return " beyond noise"
+    return f" of more than {tolerance:g}" if tolerance else ""
+
+
+def unit_text(tolerance: float | None) -> str:
+    """The unit in which pictures show differences."""
+    allowed = "noise explains" if tolerance is None else "was allowed"
+    return f"difference in units of what {allowed}"
+
+
 BRIGHTEST = "the brightest is NaN, infinite or on one side only"
 """What a picture says of infinite differences."""
 

@@ -235,7 +235,7 @@ def _compared(
     changes = changes_of(one.run, two.run, matching.pairs)
     return Comparison(
         pairs=pairs, differences=differences, matching=matching, changes=changes, notes=notes,
-        tokens=texts,
+        tokens=texts, tolerance=tolerance,
     )  # fmt: skip
 
 
@@ -255,10 +255,12 @@ def _difference(
     later = own[at:] if value is None or value.shape else []
     told = next((each for each in later if each.differs and each.grid is not None), pair)
     index, place = _first_row(pair), _first_row(told)
-    row, token = told.grid.places[place] if told.grid is not None else (None, None)
-    if told.grid is not None and told.axes[:2] == (1, 0) and told.place in one.placed:
-        row, token = token, row  # a has time first, and b has the batch
-        place = told.grid.places.index((row, token))
+    row, token = None, None
+    if told.grid is not None:
+        row, token = told.grid.places[place]
+        if told.axes[:2] == (1, 0) and told.place in one.placed:
+            row, token = token, row  # a has time first, and b has the batch
+            place = told.grid.places.index((row, token))
     return Difference(
         direction=direction,
         layer=layer,

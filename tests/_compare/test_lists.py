@@ -134,3 +134,40 @@ def test_a_recording_has_no_weights_and_is_aligned_by_its_classes() -> None:
         found = compare(first, second, data=IDS if first is a else None).first
         assert found is not None
         assert (found.layer, found.partner) == ("blocks.2.down", "blocks.3.down")
+
+
+class Named(Model):
+    """The same blocks in a dictionary, under numbers that tell another order than they run in."""
+
+    def __init__(self, model: Model, names: list[str]) -> None:
+        super().__init__([])
+        self.words, self.head = copy.deepcopy(model.words), copy.deepcopy(model.head)
+        blocks = dict(zip(names, copy.deepcopy(list(model.blocks)), strict=True))
+        self.blocks = nn.ModuleDict({name: blocks[name] for name in sorted(names)})  # type: ignore[assignment]
+        self.names = names
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for name in self.names:
+            x = self.blocks[name](x)  # type: ignore[index]
+        found: Tensor = self.head(x)
+        return found
+
+
+@pytest.mark.parametrize("names", [["1", "2", "3", "4"], ["3", "2", "1", "0"]])
+def test_numbers_that_tell_another_order_give_way_to_weights(names: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Model([Block() for _ in range(4)]).eval()
+    port = Named(model, names).eval()
+    found = compared(model, port)
+    assert found.agree, str(found)
+    assert any("in the order of their list" in note for note in found.notes), "the doubt is said"
+    with torch.no_grad():
+        port.get_parameter(f"blocks.{names[2]}.up.weight").mul_(1.1)
+    first = compared(model, port).first
+    assert first is not None
+    assert (first.layer, first.partner) == ("blocks.2.up", f"blocks.{names[2]}.up")
+    other = Model([Block() for _ in range(4)]).eval()
+    first = compared(model, other).first
+    assert first is not None
+    assert first.layer == first.partner == "words", "another checkpoint is matched by its numbers"

@@ -155,8 +155,8 @@ class Difference:
         call: Which call of it.
         what: activations, gradients or parameter_gradients.
         element: The path of the tensor in a tuple or dict, or the name of the parameter.
-        row: Which row of the batch; None where rows are no tokens.
-        token: Which token of that row, counted from 0 without padding; None likewise.
+        row: Which row of the batch; None where rows are neither tokens nor samples.
+        token: Which token of that row, counted from 0 without padding; None without tokens.
         text: The text of the token, where it is known.
         relative: |a - b| there, divided by the larger of |a| and |b| (L2 over units).
         largest: The largest absolute difference of one value of that tensor.
@@ -207,10 +207,13 @@ class Difference:
         element = f" ({self.element})" if self.element and name else ""
         subject = f"the {name}{element}" if name else f"dL/d {self.element}"
         where = f"{subject} of {_named(self.seen_at)}"
+        where = "the loss" if (self.seen_at, self.element) == ("", "loss") else where
         where += f", call {self.call}" if self.call else ""
         if self.token is not None:
             said = f" {self.text!r}" if self.text else ""
             where += f", token {self.token}{said}" + (f" of row {self.row}" if self.row else "")
+        elif self.row:
+            where += f", row {self.row} of the batch"
         if self.layer != self.seen_at:
             where += f"; it comes from {_named(self.layer)}"
         return where

@@ -61,9 +61,9 @@ def explain(
             Kind(each.name, str(each)) for each in changes_of(one.run, two.run, matching.pairs)
         ]
     elif pair.direction == FORWARD:
-        if not matching.doubt:
+        if not matching.doubt and modules_a and modules_b:
             found += missing_layers(modules_a, modules_b, matching, layer)
-        elif layer != pair.place.layer:
+        elif matching.doubt and layer != pair.place.layer:
             found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
         if layer != pair.place.layer:
             found += other_order(one.recording, two.recording, matching, layer)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.recording import RecordedRows, relative
-from torchfmri._text import apart
+from torchfmri._text import apart, plural
 
 _EXPLAINED = 0.02
 """A change explains a difference if it leaves no more than this share of it..."""
@@ -76,20 +76,27 @@ def kinds_of(
         return [shifted]
     if differing.any() and (zero := _zero(one[differing], two[differing])) is not None:
         return [zero, *found]
-    rows = differing if int(differing.sum()) >= _TOKENS else torch.ones_like(differing)
+    rows = differing if differing.any() else torch.ones_like(differing)
+    noun, count = "token" if a.grid is not None else "sample", int(rows.sum())
     for test in tests:
         kind = test(one[rows], two[rows], unit)
         if kind is not None:
-            return [kind, *found]
+            text = kind.text.replace("token", noun)
+            few = f", at {count} of {plural(len(rows), noun)}" if 2 * count < len(rows) else ""
+            return [Kind(kind.name, text + few), *found]
     precision = _precision(one[rows], two[rows]) if len(dtypes) == 1 else None
     return found if precision is None else [precision, *found]
 
 
 def _explains(one: Tensor, two: Tensor, explained: Tensor, unit: float) -> bool:
-    """Whether `explained` accounts for a difference, but for what rounding leaves of it."""
-    left, gap = (two - explained).norm(), (two - one).norm().clamp_min(1e-300)
-    rounding = min(unit * float(two.norm()), _MOST_LEFT * float(gap))
-    return float(left) <= max(_EXPLAINED * float(gap), rounding)
+    """Whether `explained` accounts for a difference, but for what rounding leaves of it.
+
+    It has to account for b as well: where b is nearly zero, nearly zero times a is no reason.
+    """
+    left, gap = (two - explained).norm(), float((two - one).norm().clamp_min(1e-300))
+    size = float(two.norm())
+    rounding = min(unit * size, _MOST_LEFT * gap)
+    return float(left) <= max(_EXPLAINED * min(gap, size), rounding)
 
 
 def _zero(one: Tensor, two: Tensor) -> Kind | None:
@@ -126,11 +133,17 @@ def _factor_per_unit(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     factors = (one * two).sum(0) / one.square().sum(0).clamp_min(1e-300)
     if not _explains(one, two, one * factors, unit):
         return None
-    low, high = apart(float(factors.min()), float(factors.max()))
-    return Kind(
-        "factor_per_unit",
-        f"each unit has a factor of its own, {low} to {high}, as of the weight of a norm",
+    changed = (factors - 1).abs() > _EXPLAINED * float((factors - 1).abs().max())
+    said = f"{int(changed.sum())} of {len(factors)} units"
+    if not factors[changed].any():
+        return Kind("factor_per_unit", f"{said} are zero in b")
+    low, high = apart(float(factors[changed].min()), float(factors[changed].max()))
+    said = (
+        f"{said} have a factor of their own"
+        if not changed.all()
+        else ("each unit has a factor of its own")
     )
+    return Kind("factor_per_unit", f"{said}, {low} to {high}, as of the weight of a norm")
 
 
 def _factor_per_token(one: Tensor, two: Tensor, unit: float) -> Kind | None:

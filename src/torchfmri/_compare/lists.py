@@ -2,8 +2,9 @@
 
 `matching` calls `match_lists` before it compares names, because the numbers in an `nn.Sequential`
 or an `nn.ModuleList` are places and no names. A list is left as it is unless it has more layers on
-one side, or layers that cannot be partners. Then its layers are aligned in order, so that as many
-as possible look alike and hold the same numbers. Names without a number are never changed here.
+one side, layers that cannot be partners, or none with the same weights. Then its layers are aligned
+in order, so that as many as possible look alike and hold the same numbers, or by their weights if
+those tell another order. Names without a number are never changed here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchfmri._compare.kinds import is_same
 from torchfmri._compare.side import Side
 from torchfmri._compare.weights import fingerprint, parameter_shapes
 
@@ -84,19 +86,28 @@ def _join(parent: str, name: str) -> str:
 def _aligned(one: _Tree, two: _Tree, a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
     """Return pairs of two lists in order: by number, unless others are more alike by far."""
     by_number = list(zip(a, b, strict=False))
-    if len(a) == len(b) and all(one.kinds.get(x) == two.kinds.get(y) for x, y in by_number):
+    alike = len(a) == len(b) and all(one.kinds.get(x) == two.kinds.get(y) for x, y in by_number)
+    if alike and (not a or any(_share_numbers(one, two, x, y) for x, y in by_number)):
         return by_number
     parts = [[tree.inside(each) for each in several] for tree, several in ((one, a), (two, b))]
-    alike = [[_likeness(x, y) for y in parts[1]] for x in parts[0]]
+    if alike:  # another order, or other weights
+        same = {
+            x: b[parts[1].index(part)]
+            for x, part in zip(a, parts[0], strict=True)
+            if parts[0].count(part) == parts[1].count(part) == 1
+        }
+        rest = iter([each for each in b if each not in same.values()])
+        return [(x, same.get(x) or next(rest)) for x in a] if 2 * len(same) >= len(a) else by_number
+    likeness = [[_likeness(x, y) for y in parts[1]] for x in parts[0]]
     best = [[0.0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i in reversed(range(len(a))):
         for j in reversed(range(len(b))):
-            best[i][j] = max(best[i + 1][j], best[i][j + 1], best[i + 1][j + 1] + alike[i][j])
-    if best[0][0] <= sum(alike[i][i] for i in range(len(by_number))):
+            best[i][j] = max(best[i + 1][j], best[i][j + 1], best[i + 1][j + 1] + likeness[i][j])
+    if best[0][0] <= sum(likeness[i][i] for i in range(len(by_number))):
         return by_number
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
-        if alike[i][j] and best[i][j] == best[i + 1][j + 1] + alike[i][j]:
+        if likeness[i][j] and best[i][j] == best[i + 1][j + 1] + likeness[i][j]:
             found.append((a[i], b[j]))
             i, j = i + 1, j + 1
         elif best[i][j] == best[i + 1][j]:
@@ -104,6 +115,19 @@ def _aligned(one: _Tree, two: _Tree, a: Sequence[str], b: Sequence[str]) -> list
         else:
             j += 1
     return found
+
+
+def _share_numbers(one: _Tree, two: _Tree, a: str, b: str) -> bool:
+    """Whether two blocks hold an equal matrix, or none that could tell."""
+    known = [
+        (parameter, other)
+        for name, module in one.side.modules.items()
+        if (name == a or name.startswith(f"{a}.")) and b + name[len(a) :] in two.side.modules
+        for key, parameter in module.named_parameters(recurse=False)
+        if (other := two.side.modules[b + name[len(a) :]]._parameters.get(key)) is not None
+        and parameter.ndim > 1
+    ]
+    return not known or any(is_same(*each) for each in known)
 
 
 def _likeness(one: Mapping[str, tuple[Any, Any]], two: Mapping[str, tuple[Any, Any]]) -> float:

@@ -230,11 +230,15 @@ class _Given:
         if layer not in self.layers or one.layout != two.layout:
             return
         given = self.at(layer, pair)
-        for path, mask in given[0].items() if given else ():
-            other = given[2].get(path)
-            if "mask" not in path or other is None:
-                continue
-            if (mask.dtype, mask.shape) == (other.dtype, other.shape) and not is_same(mask, other):
+        masks = [{p: x for p, x in each.items() if "mask" in p} for each in given[::2]]
+        for path in dict.fromkeys([*masks[0], *masks[1]] if masks else ()):
+            mask, other = masks[0].get(path), masks[1].get(path)
+            if mask is None or other is None:
+                only = "b" if mask is None else "a"
+                yield Kind("mask", f"{layer!r} is given {path!r} in {only} only")
+            elif (mask.dtype, mask.shape) == (other.dtype, other.shape) and not is_same(
+                mask, other
+            ):
                 count = f"{int((mask != other).sum()):,} of {mask.numel():,} values"
                 yield Kind("mask", f"{path!r} that {layer!r} is given differs in {count}")
 
@@ -324,5 +328,5 @@ def _inputs(given: dict[str, Tensor]) -> dict[str, Tensor]:
     others they may be choices of an earlier layer, which rounding can change.
     """
     found = {p: x for p, x in given.items() if "mask" not in p and x.dtype != torch.bool}
-    floating = {path: x for path, x in found.items() if x.is_floating_point()}
+    floating = {p: x for p, x in found.items() if x.is_floating_point() or x.is_complex()}
     return floating or found

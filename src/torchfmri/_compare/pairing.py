@@ -345,8 +345,10 @@ def _threshold(
     if not measured and (a.spread or b.spread):
         return math.inf  # the layer returned something else when it rounded anew: not to be judged
     if not measured:
-        times = 1.0 if place.what == WHAT[FORWARD] else _ROUNDING_GRADIENTS
-        return times * max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+        return max(_usual(place, dtype) for dtype in dtypes)
+    if a.run is None and b.run is None:  # a recording of which there is one may round otherwise
+        unknown = [d for d, each in zip(dtypes, spreads, strict=True) if math.isnan(each)]
+        measured += [_usual(place, dtype) / FACTOR for dtype in unknown]
     units = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     least = LEAST_UNITS * max(units, default=0.0)
     value = a.recording.value(place)
@@ -355,6 +357,12 @@ def _threshold(
         coarsest = [dtype for side in (a, b) if (dtype := side.coarsest) is not None]
         least = max([least, *(torch.finfo(dtype).eps for dtype in coarsest)])
     return max(FACTOR * max(measured), least)
+
+
+def _usual(place: RecordedPlace, dtype: torch.dtype) -> float:
+    """Return what rounding to a dtype usually amounts to."""
+    times = 1.0 if place.what == WHAT[FORWARD] else _ROUNDING_GRADIENTS
+    return times * _ROUNDING.get(dtype, 0.0)
 
 
 def _statistics_gap(value: Value | None, other: Value | None) -> tuple[float, str]:

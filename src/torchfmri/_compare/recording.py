@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.parts import BatchParts, find_parts
@@ -86,6 +86,7 @@ class Recording:
         self._values: dict[RecordedPlace, Value] = {}
         self._order: dict[str, list[RecordedPlace]] = {direction: [] for direction in WHAT}
         self._list_calls()
+        self._list_loss()
         self._list_parameters()
         self._order[BACKWARD] = self._by_arrival(self._order[BACKWARD])
 
@@ -242,6 +243,21 @@ class Recording:
                     self._values[place] = value
                     self._order[direction].append(place)
 
+    def _list_loss(self) -> None:
+        """List a loss that was computed of what the model returned, as if the model returned it."""
+        loss, calls = (
+            self.inspection.loss,
+            self.inspection[""].calls if "" in self.inspection else [],
+        )
+        if loss is None or len(calls) != 1 or "loss" in calls[0].elements(WHAT[FORWARD]):
+            return
+        place = RecordedPlace("", 0, WHAT[FORWARD], "loss")
+        dtypes = [self.dtype(each) for each in self._order[FORWARD] if not each.layer]
+        tensor = torch.tensor(loss, dtype=dtypes[0] if dtypes else None, device="cpu")
+        self._values[place] = Value("loss", tensor, nn.Module, None)
+        self._values[place].keep(tensor)
+        self._order[FORWARD].append(place)
+
     def _calls_per_part(self, layer: str) -> int:
         """How often a layer is called for each part of the batch; 0 if that is no whole number."""
         per_part, rest = divmod(len(self.inspection[layer].calls), max(len(self.parts.calls), 1))
@@ -291,7 +307,8 @@ class Recording:
     @property
     def layout(self) -> tuple[object, ...]:
         """The layout of the batch, on which the order of values without a token axis depends."""
-        grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
+        given = [grid for grid in self.grids if grid.ids is not None or not grid.kept.all()]
+        grids = [(grid.order, grid.kept.tolist()) for grid in given]
         return (self.parts.calls, self._turned, str(grids))
 
     def _by_arrival(self, places: list[RecordedPlace]) -> list[RecordedPlace]:

@@ -268,8 +268,8 @@ def _gradients_kept(run: Run, gradients: dict[str, Tensor]) -> Iterator[None]:
 
 def _passed(run: Run, inspection: Inspection, notes: list[str]) -> RecordedPass:
     rows = batch_size(run)
-    grids = grids_of((run.data, run.target)) or grids_seen(inspection, rows)
-    return RecordedPass(inspection, grids, tuple(notes), rows)
+    grids = grids_of((run.data, run.target))
+    return RecordedPass(inspection, grids + grids_seen(inspection, rows, grids), tuple(notes), rows)
 
 
 def batch_size(run: Run) -> int:
@@ -321,6 +321,7 @@ def record_outside(run: Run) -> RecordedPass:
             gradients = {n: g for n, g in zip(trainable, found, strict=True) if g is not None}
     notes.append("compiled code shows no layers: its output and parameter gradients were compared")
     inspection = outside_inspection(type(run.model).__name__, outputs[0], gradients, run.model)
+    inspection.loss = None if value is None else float(value.detach())
     return _passed(run, inspection, notes)
 
 

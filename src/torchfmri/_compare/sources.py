@@ -56,7 +56,8 @@ def opened(given: Any) -> Any:
     if path.suffix == ".safetensors":
         return import_hidden_states(path)
     if not path.is_dir():
-        fact = "it is no file that torchfmri saved" if path.exists() else "there is no such file"
+        saved = "it is no file that torchfmri saved, or it is damaged or a part of one"
+        fact = saved if path.exists() else "there is no such file"
         raise FileFormatError(str(path), f"{fact}. {_CHOICES}")
     names = list_names(path)
     if "meta.json" in names:

@@ -74,17 +74,23 @@ def match_by_place(
         layers: The layers of both, in the order in which they finish.
         known: Pairs that are known.
     """
-    taken = (set(known), set(known.values()))
-    keys = [
-        _grouped({n: _place_key(side[n]) for n in names if n in side and n not in own})
-        for side, names, own in zip((a, b), layers, taken, strict=True)
-    ]
-    return _match_by_neighbours(keys, layers, known, equal_counts=True)
+    found: dict[str, str] = {}
+    for exact in (True, False):  # a weight may be kept transposed, and most are not
+        pairs = {**known, **found}
+        taken = (set(pairs), set(pairs.values()))
+        keys = [
+            _grouped({n: _place_key(side[n], exact) for n in names if n in side and n not in own})
+            for side, names, own in zip((a, b), layers, taken, strict=True)
+        ]
+        found |= _match_by_neighbours(keys, layers, pairs, equal_counts=True)
+    return found
 
 
-def _place_key(module: nn.Module) -> tuple[Any, ...]:
+def _place_key(module: nn.Module, exact: bool) -> tuple[Any, ...]:
     """Return the shapes of the parameters, or what stands for an activation; empty for no key."""
     shapes = parameter_shapes(module)
+    if exact and shapes:
+        return tuple(sorted(tuple(each.shape) for each in own_tensors(module).values()))
     plain = not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd))
     alone = next(module.children(), None) is None
     return shapes or (("without parameters",) if plain and alone else ())

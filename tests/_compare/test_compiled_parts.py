@@ -127,3 +127,32 @@ def test_a_mistake_beside_or_inside_a_compiled_block(way: Any, layer: str, named
     kinds = [kind for kind in first.kinds if kind.name == "parameter"]
     assert kinds, first
     assert kinds[0].text.startswith("bias" if layer == named else "up.bias")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_is_seen_from_outside(in_place: bool) -> None:
+    def compiled(model: nn.Sequential, compiler: Compiler) -> Any:
+        if in_place:
+            model.compile(backend=compiler)
+            return model
+        return torch.compile(model, backend=compiler)
+
+    torch.compiler.reset()
+    a, compiler = model(), Compiler()
+    found = compared(a, compiled(copy.deepcopy(a), compiler))
+    assert found.agree, str(found)
+    assert compiler.runs
+    assert {pair.place.layer for pair in found.pairs if pair.direction == "forward"} == {""}
+    gradients = {pair.place.layer for pair in found.pairs if pair.direction == "parameters"}
+    assert {"0.norm", "1.up", "3"} <= gradients
+    torch.compiler.reset()
+    first = compared(a, compiled(copy.deepcopy(a), Compiler(1.01))).first
+    assert first is not None
+    assert (first.layer, first.direction) == ("", "forward")
+    torch.compiler.reset()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.get_parameter("1.up.bias")[3] += 0.1
+    first = compared(a, compiled(b, Compiler())).first
+    assert first is not None
+    assert any("bias differs" in kind.text and "1.up" in kind.text for kind in first.kinds)

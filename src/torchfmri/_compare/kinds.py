@@ -107,11 +107,21 @@ def _zero(one: Tensor, two: Tensor) -> Kind | None:
     return None
 
 
+def _factors(one: Tensor, two: Tensor, unit: float, dim: int | None) -> Tensor | None:
+    """Return the factors that explain b: one, or one for each row or unit; None if none do."""
+    squares, products = one.square(), one * two
+    if dim is None:
+        factors = products.sum() / squares.sum().clamp_min(1e-300)
+    else:
+        factors = products.sum(dim, keepdim=True) / squares.sum(dim, keepdim=True).clamp_min(1e-300)
+    return factors.flatten() if _explains(one, two, factors * one, unit) else None
+
+
 def _factor(one: Tensor, two: Tensor, unit: float) -> Kind | None:
-    factor = float((one * two).sum() / one.square().sum().clamp_min(1e-300))
-    if one.numel() < _TOKENS or not factor or not _explains(one, two, factor * one, unit):
+    factor = _factors(one, two, unit, None)
+    if one.numel() < _TOKENS or factor is None or not factor:
         return None
-    return Kind("factor", f"b is a times {apart(factor, 1.0)[0]}")
+    return Kind("factor", f"b is a times {apart(float(factor), 1.0)[0]}")
 
 
 def _shift(one: Tensor, two: Tensor, unit: float) -> Kind | None:
@@ -128,36 +138,26 @@ def _shift(one: Tensor, two: Tensor, unit: float) -> Kind | None:
 
 
 def _factor_per_unit(one: Tensor, two: Tensor, unit: float) -> Kind | None:
-    if len(one) < _TOKENS or one.shape[1] < _TOKENS:
-        return None
-    factors = (one * two).sum(0) / one.square().sum(0).clamp_min(1e-300)
-    if not _explains(one, two, one * factors, unit):
+    factors = _factors(one, two, unit, 0)
+    if len(one) < _TOKENS or one.shape[1] < _TOKENS or factors is None:
         return None
     changed = (factors - 1).abs() > _EXPLAINED * float((factors - 1).abs().max())
-    said = f"{int(changed.sum())} of {len(factors)} units"
+    count = f"{int(changed.sum())} of {len(factors)} units"
     if not factors[changed].any():
-        return Kind("factor_per_unit", f"{said} are zero in b")
+        return Kind("factor_per_unit", f"{count} are zero in b")
     low, high = apart(float(factors[changed].min()), float(factors[changed].max()))
-    said = (
-        f"{said} have a factor of their own"
-        if not changed.all()
-        else ("each unit has a factor of its own")
-    )
-    return Kind("factor_per_unit", f"{said}, {low} to {high}, as of the weight of a norm")
+    said = "each unit has a factor" if changed.all() else f"{count} have a factor"
+    text = f"{said} of its own, {low} to {high}, as of the weight of a norm"
+    return Kind("factor_per_unit", text if changed.all() else text.replace("its own", "their own"))
 
 
 def _factor_per_token(one: Tensor, two: Tensor, unit: float) -> Kind | None:
-    if one.shape[1] < 2 * _TOKENS:
-        return None
-    factors = (one * two).sum(1) / one.square().sum(1).clamp_min(1e-300)
-    if not _explains(one, two, one * factors[:, None], unit):
+    factors = _factors(one, two, unit, 1)
+    if one.shape[1] < 2 * _TOKENS or factors is None:
         return None
     low, high = apart(float(factors.min()), float(factors.max()))
-    return Kind(
-        "factor_per_token",
-        f"each token has a factor of its own, {low} to {high}, "
-        "as of another epsilon in a norm or another normalisation",
-    )
+    text = f"each token has a factor of its own, {low} to {high}, as of another epsilon in a norm"
+    return Kind("factor_per_token", f"{text} or another normalisation")
 
 
 def _permutation(one: Tensor, two: Tensor, unit: float) -> Kind | None:
@@ -165,12 +165,8 @@ def _permutation(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     tokens, units = one.shape
     if units < 2 or tokens < _TOKENS:
         return None
-    sums = (
-        torch.rand(
-            tokens, generator=torch.Generator().manual_seed(0), dtype=one.dtype, device="cpu"
-        )
-        + 0.5
-    )
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.rand(tokens, generator=generator, dtype=one.dtype, device="cpu") + 0.5
     order_one, order_two = (sums @ one).argsort(), (sums @ two).argsort()
     source = torch.empty_like(order_one)
     source[order_two] = order_one
@@ -200,7 +196,7 @@ def _precision(one: Tensor, two: Tensor) -> Kind | None:
     A small difference without a pattern is no evidence of that: many mistakes look like it.
     """
     gap = float((two - one).norm() / one.norm().clamp_min(1e-300))
-    for dtype in (torch.bfloat16, torch.float16):  # the coarser first
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16):
         rounded = [bool(torch.equal(each.to(dtype).double(), each)) for each in (one, two)]
         if rounded[0] == rounded[1] or gap > _MOST_UNITS * torch.finfo(dtype).eps:
             continue

@@ -52,7 +52,7 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
         names: Layer of a -> layer of b.
     """
     layer = pair.place.layer
-    if a.run is None or b.run is None or a.is_compiled or b.is_compiled:
+    if a.run is None or b.run is None:
         return Origin(layer)
     if pair.direction == FORWARD:
         around = [each for each in _around(layer) if each in names]
@@ -230,7 +230,7 @@ class _Given:
         if layer not in self.layers or one.layout != two.layout:
             return
         given = self.at(layer, pair)
-        masks = [{p: x for p, x in each.items() if "mask" in p} for each in given[::2]]
+        masks = [{p: x for p, x in each.items() if _is_mask(p, x)} for each in given[::2]]
         for path in dict.fromkeys([*masks[0], *masks[1]] if masks else ()):
             mask, other = masks[0].get(path), masks[1].get(path)
             if mask is None or other is None:
@@ -321,12 +321,16 @@ def _matched(given: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(each.values() for each in given), strict=False))
 
 
+def _is_mask(path: str, x: Tensor) -> bool:
+    return "mask" in path or x.dtype == torch.bool
+
+
 def _inputs(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the numbers that a layer is given, by path, without masks.
 
     Whole numbers count for a layer that is given nothing else, such as a table of positions. Beside
     others they may be choices of an earlier layer, which rounding can change.
     """
-    found = {p: x for p, x in given.items() if "mask" not in p and x.dtype != torch.bool}
+    found = {p: x for p, x in given.items() if not _is_mask(p, x)}
     floating = {p: x for p, x in found.items() if x.is_floating_point() or x.is_complex()}
     return floating or found

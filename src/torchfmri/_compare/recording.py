@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.parts import BatchParts, find_parts
-from torchfmri._compare.run import RecordedPass
+from torchfmri._compare.run import RecordedPass, kept_value
 from torchfmri._records import Value
 
 FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
@@ -254,8 +254,7 @@ class Recording:
         place = RecordedPlace("", 0, WHAT[FORWARD], "loss")
         dtypes = [self.dtype(each) for each in self._order[FORWARD] if not each.layer]
         tensor = torch.tensor(loss, dtype=dtypes[0] if dtypes else None, device="cpu")
-        self._values[place] = Value("loss", tensor, nn.Module, None)
-        self._values[place].keep(tensor)
+        self._values[place] = kept_value("loss", tensor)
         self._order[FORWARD].append(place)
 
     def _calls_per_part(self, layer: str) -> int:

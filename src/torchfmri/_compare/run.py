@@ -9,7 +9,7 @@ one left behind would be measured as noise of the next. The fields of `Run` are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,13 +37,12 @@ from torchfmri._model import (
     unchanged,
     whole_restorations,
 )
-from torchfmri._records import Call, Inspection, Record, Value
+from torchfmri._records import Inspection, Record, Value
 from torchfmri._text import listed
 from torchfmri._torch import (
     CompiledForward,
     compiled_parts,
     flatten,
-    is_compiled_in_place,
     map_tensors,
     uncompiled_call,
 )
@@ -92,18 +91,10 @@ class Run:
             arguments_for(self.model, self.data)
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it is compiled as a whole, so that no layer can be seen."""
-        known = {id(each) for part in self.compiled_parts for each in part.module.modules()}
-        rest = [each for each in self.model.modules() if id(each) not in known]
-        return CompiledForward(self.model).known or any(
-            type(each).__name__ == "OptimizedModule" or is_compiled_in_place(each) for each in rest
-        )
-
-    @property
     def compiled_parts(self) -> list[CompiledForward]:
-        """The compiled modules below the model: they are seen, and what is inside them is not."""
-        return [] if CompiledForward(self.model).known else compiled_parts(self.model)
+        """What is compiled of the model, or all of it: inside these no layer can be seen."""
+        whole = CompiledForward(self.model)
+        return [whole] if whole.known else compiled_parts(self.model)
 
     @property
     def hidden(self) -> list[str]:
@@ -125,7 +116,7 @@ class Run:
     @property
     def called(self) -> nn.Module:
         """What to call: the model, without a wrapper around it that waits for other processes."""
-        return self.model if self.is_compiled else runnable(self.model)
+        return self.model if CompiledForward(self.model).known else runnable(self.model)
 
     def forward(self, data: Any, model: nn.Module) -> Any:
         """The output of `called`."""
@@ -205,13 +196,13 @@ def record(
         inspection = stack.enter_context(inspector.recording())
         if run.compiled_parts:
             notes.append(
-                f"compiled code shows no layers: of {listed([*_names_of(run)])} the outputs and "
+                f"compiled code shows no layers: of {listed([*_names_of(run)])} the output and "
                 "the gradients of parameters were compared"
             )
             stack.enter_context(_gradients_kept(run, gradients))
             stack.enter_context(nullcontext() if eager else _parts_compiled(run))
         _differentiate(run, run.forward(data, model), notes if back else None, inspection)
-    found = _parameter_records(run.model, gradients, {})
+    found = _parameter_records(run.model, gradients)
     inspection._records |= {name: each for name, each in found.items() if name in hidden}
     return _passed(run, inspection, notes)
 
@@ -219,7 +210,8 @@ def record(
 def _names_of(run: Run) -> Iterator[str]:
     """Yield the names of the compiled parts."""
     parts = {id(part.inner) for part in run.compiled_parts}
-    return (name for name, each in named_layers(run.model).items() if id(each) in parts)
+    layers = named_layers(run.model).items()
+    return (name or "the model" for name, each in layers if id(each) in parts)
 
 
 @contextmanager
@@ -300,74 +292,26 @@ def _written(name: str) -> str:
     return f"the forward pass writes into the parameter {name!r}: those changes stay"
 
 
-def record_outside(run: Run) -> RecordedPass:
-    """Run compiled code and keep its output and the gradients of its parameters.
-
-    They stand in an inspection as the activations of the model and parameter gradients of its
-    layers.
-    """
-    notes: list[str] = []
-    outputs: list[Any] = []
-    gradients: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        stack.enter_context(own_turn())
-        stack.enter_context(unchanged(run.model, lambda name: notes.append(_written(name))))
-        output = run.forward(copy_of_data(run.data), run.called)
-        outputs.append(map_tensors(_plain(output), lambda each: each.detach().clone()))
-        value = loss_of(output, run.target, run.loss)
-        trainable = {n: p for n, p in run.model.named_parameters() if p.requires_grad}
-        if value is not None and value.requires_grad and trainable:
-            found = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
-            gradients = {n: g for n, g in zip(trainable, found, strict=True) if g is not None}
-    notes.append("compiled code shows no layers: its output and parameter gradients were compared")
-    inspection = outside_inspection(type(run.model).__name__, outputs[0], gradients, run.model)
-    inspection.loss = None if value is None else float(value.detach())
-    return _passed(run, inspection, notes)
-
-
-def _plain(output: Any) -> Any:
-    """Return the output without entries that are not compared, such as a cache."""
-    return {element.path: element.tensor for element in flatten(output)}
-
-
-def outside_inspection(
-    name: str, output: dict[str, Tensor], gradients: dict[str, Tensor], model: nn.Module
-) -> Inspection:
-    """An inspection of what is seen from outside of a model."""
-    records: dict[str, Record] = {}
-    root = Record("", name, frozenset({"activations", "parameter_gradients"}))
-    call = Call("", 0, 0)
-    for path, tensor in output.items():
-        value = Value(path, tensor, nn.Module, None)
-        value.keep(tensor)
-        call._values["activations", path] = value
-    root.calls.append(call)
-    records[""] = root
-    return Inspection(name, _parameter_records(model, gradients, records))
-
-
-def _parameter_records(
-    model: nn.Module, gradients: dict[str, Tensor], records: dict[str, Record]
-) -> dict[str, Record]:
-    """Add records of the layers of which gradients of parameters are known, by full name."""
-    by_id = {id(p): n for n, p in model.named_parameters()} if gradients else {}
+def _parameter_records(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, Record]:
+    """Return records of the layers of which gradients of parameters are known, by full name."""
+    by_id = {id(p): gradients[n] for n, p in model.named_parameters() if n in gradients}
+    records = {}
     for layer, module in named_layers(model).items() if gradients else ():
-        own = {
-            short: gradients[full]
-            for short, p in module.named_parameters(recurse=False)
-            if (full := by_id.get(id(p), "")) in gradients
+        kept = {
+            name: kept_value(name, by_id[id(parameter)])
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in by_id
         }
-        if not own:
-            continue
-        record_ = records.setdefault(
-            layer, Record(layer, type(module).__name__, frozenset({"parameter_gradients"}))
-        )
-        kept = {}
-        for short, gradient in own.items():
-            kept[short] = Value(short, gradient, type(module), None)
-            kept[short].keep(gradient.detach().clone())
-        record_._parameters[0] = {"parameter_gradients": kept}
+        records[layer] = Record(layer, type(module).__name__, frozenset({"parameter_gradients"}))
+        records[layer]._parameters[0] = {"parameter_gradients": kept}
     return records
+
+
+def kept_value(path: str, tensor: Tensor) -> Value:
+    """Return a value that keeps a tensor which no hook has seen."""
+    value = Value(path, tensor, nn.Module, None)
+    value.keep(tensor.detach())
+    return value
 
 
 # -- the same run, otherwise ---------------------------------------------------------------------

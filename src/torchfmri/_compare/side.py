@@ -22,13 +22,12 @@ from torchfmri._compare.run import (
     RecordedPass,
     Run,
     record,
-    record_outside,
     record_rearranged,
     record_rounded,
 )
 from torchfmri._model import named_layers
 from torchfmri._text import listed
-from torchfmri._torch import flatten
+from torchfmri._torch import CompiledForward, flatten
 from torchfmri.exceptions import InspectionError
 
 _UNSTEADY = 0.01
@@ -89,7 +88,7 @@ class Side:
     @property
     def is_compiled(self) -> bool:
         """Whether it is compiled code, which shows no layers."""
-        return self.run is not None and self.run.is_compiled
+        return self.run is not None and CompiledForward(self.run.model).known
 
     @cached_property
     def coarsest(self) -> torch.dtype | None:
@@ -115,7 +114,7 @@ def live_side(run: Run, max_bytes: int | None) -> Side:
             f"data holds a tensor of shape {tuple(first.shape)}: there is nothing to compare. Give "
             "at least one row with one token."
         )
-    found = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
+    found = record(run, max_bytes=max_bytes)
     if isinstance(run.model, torch.jit.ScriptModule):
         raise InspectionError(
             f"The {type(run.model).__name__} is TorchScript, which shows no layers. Give the model "
@@ -142,9 +141,8 @@ def measure_spread(
     """
     run = side.run
     assert run is not None
-    if run.is_compiled or run.compiled_parts:
-        again = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
-        _add(side, again)
+    if run.compiled_parts:
+        _add(side, record(run, max_bytes=max_bytes))
         # Its layers round as they do when they are seen, which is when they are run eagerly.
         plain = record(run, max_bytes=max_bytes, eager=True)
         _add(side, record_rounded(run, coarsest, max_bytes=max_bytes), plain)

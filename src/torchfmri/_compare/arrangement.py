@@ -25,9 +25,8 @@ from torchfmri._compare.recording import (
     RecordedPlace,
     RecordedRows,
     relative,
-    rows_of_both,
 )
-from torchfmri._compare.side import Side
+from torchfmri._compare.side import Partners, Side
 
 _MOST_AXES = 4
 _ALIKE = 0.5
@@ -35,26 +34,26 @@ _ALIKE = 0.5
 shapes, by less than this share of what it differs by as it is."""
 
 
-def axes_of(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> Axes:
+def axes_of(both: Partners) -> Axes:
     """Return in which order b keeps the axes of a; empty if it keeps them alike, or if none fits.
 
     An implementation may keep channels first or last, time before the batch, or a weight the other
     way round, as Conv1D does. What the model itself returns in equal shapes is never turned.
     """
-    if place.what == WHAT[PARAMETERS]:
-        return (1, 0) if _is_transposed(a, b, place, partner) else ()
-    first, second = a.recording.tensor(place), b.recording.tensor(partner)
+    if both.place.what == WHAT[PARAMETERS]:
+        return (1, 0) if _is_transposed(both) else ()
+    first, second = both.tensors
     if first is None or second is None or not first.ndim == second.ndim <= _MOST_AXES:
         return ()
     if first.shape != second.shape:
         orders = itertools.permutations(range(second.ndim))
         known = [each for each in orders if second.permute(each).shape == first.shape]
     else:
-        time_first = place.layer and first.ndim > 2 and len(set(first.shape[:2])) == 1
+        time_first = both.place.layer and first.ndim > 2 and len(set(first.shape[:2])) == 1
         known = [(1, 0, *range(2, first.ndim))] if time_first and len(first) > 1 else []
 
     def gap(axes: Axes) -> float:
-        one, two = rows_of_both(a.recording, b.recording, place, partner, axes)
+        one, two = both.rows(axes)
         assert one is not None
         assert two is not None
         return float(relative(one.values, two.values).median())
@@ -64,16 +63,15 @@ def axes_of(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> A
     return best if best and gap(best) < most else ()
 
 
-def in_other_order(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace
-) -> Iterator[tuple[RecordedRows, RecordedRows]]:
+def in_other_order(both: Partners) -> Iterator[tuple[RecordedRows, RecordedRows]]:
     """Yield two tensors in orders in which they may agree though they do not agree as they are.
 
     An implementation may sort the rows of tokens by expert, and may list the experts of a token,
     whose scores are nearly equal, in another order. What becomes of each token is compared further
     on.
     """
-    first, second = a.recording.tensor(place), b.recording.tensor(partner)
+    a, b, place, partner = both
+    first, second = both.tensors
     if first is None or second is None or place.what == WHAT[PARAMETERS]:
         return
     one, two = a.recording.as_rows(first, place.what), b.recording.as_rows(second, place.what)
@@ -106,12 +104,11 @@ def _chosen(side: Side, place: RecordedPlace, rows: RecordedRows) -> Tensor | No
     return None
 
 
-def _is_transposed(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> bool:
+def _is_transposed(both: Partners) -> bool:
     """Whether a parameter is kept transposed in b, as the weight of a Conv1D is in a Linear."""
-    shapes = [
-        each.shape if each is not None else ()
-        for each in (a.recording.value(place), b.recording.value(partner))
-    ]
+    a, b, place, partner = both
+    values = a.recording.value(place), b.recording.value(partner)
+    shapes = [() if each is None else each.shape for each in values]
     if len(shapes[0]) != 2 or shapes[0] != shapes[1][::-1]:
         return False
     held = [

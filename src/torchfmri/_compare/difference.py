@@ -44,8 +44,8 @@ class Pair:
     Attributes:
         direction: forward, backward or parameters.
         place: Where it is in a.
-        partner: Where it is in b; None where b has none.
         gaps: (row,) the relative difference in each row: of each token, where `grid` is known.
+        partner: Where it is in b; None where b has none.
         grid: What the rows are; None where they are no tokens.
         spread_a: The largest relative difference between a and a; nan where it was not measured.
         spread_b: That of b.
@@ -63,13 +63,13 @@ class Pair:
 
     direction: str
     place: RecordedPlace
-    partner: RecordedPlace | None
     gaps: Floats
-    grid: PositionGrid | None
-    spread_a: float
-    spread_b: float
-    threshold: float
-    largest: float
+    partner: RecordedPlace | None = None
+    grid: PositionGrid | None = None
+    spread_a: float = math.nan
+    spread_b: float = math.nan
+    threshold: float = 0.0
+    largest: float = math.nan
     reason: str = ""
     repeating: NDArray[np.bool_] | None = None
     alike: float = math.nan
@@ -224,9 +224,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """The difference as plain data, for JSON: numbers that are not finite are None."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        kinds = [{"name": each.name, "text": each.text} for each in self.kinds]
-        return dict(finite({**found, "kinds": kinds}))
+        return dict(finite({**vars(self), "kinds": [each._asdict() for each in self.kinds]}))
 
 
 def finite(data: Any) -> Any:

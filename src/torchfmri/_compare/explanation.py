@@ -25,14 +25,13 @@ from torchfmri._compare.difference import Kind, Pair
 from torchfmri._compare.kinds import kinds_of
 from torchfmri._compare.matching import (
     Matching,
+    alone_before,
     missing_layers,
     other_order,
-    uncalled_before,
-    unmatched_before,
 )
 from torchfmri._compare.origin import Origin
-from torchfmri._compare.recording import BACKWARD, FORWARD, rows_of_both
-from torchfmri._compare.side import Side
+from torchfmri._compare.recording import BACKWARD, FORWARD
+from torchfmri._compare.side import Partners, Side
 
 
 def explain(
@@ -63,12 +62,10 @@ def explain(
     elif pair.direction == FORWARD:
         if not matching.doubt and modules_a and modules_b:
             found += missing_layers(modules_a, modules_b, matching, layer)
-        elif matching.doubt and layer != pair.place.layer:
-            found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
         if layer != pair.place.layer:
             found += other_order(one.recording, two.recording, matching, layer)
         if not any(side.run is not None and side.run.hidden for side in (one, two)):
-            found += uncalled_before(one.recording, two.recording, matching, pair.place, layer)
+            found += alone_before(one.recording, two.recording, matching, pair.place, layer)
     if layer in modules_a and partner in modules_b:
         others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
         turned = transposing_classes(modules_a, modules_b, others)
@@ -80,7 +77,7 @@ def explain(
         found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
     found += origin.kinds
     if pair.partner is not None and not any(each.name != "mask" for each in origin.kinds):
-        a, b = rows_of_both(one.recording, two.recording, pair.place, pair.partner, pair.axes)
+        a, b = Partners(one, two, pair.place, pair.partner).rows(pair.axes)
         if a is not None and b is not None:
             dtypes = {one.recording.dtype(pair.place), two.recording.dtype(pair.partner)}
             found += kinds_of(a, b, pair.threshold, dtypes)

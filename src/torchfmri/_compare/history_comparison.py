@@ -234,9 +234,7 @@ class HistoryComparison:
         found = {
             "agree": self.agree,
             "steps": [self.steps[0], self.steps[-1]],
-            "first": None
-            if first is None
-            else {name: getattr(first, name) for name in first.__dataclass_fields__},
+            "first": None if first is None else dict(vars(first)),
             "kinds": {
                 what: self._first_of(what)._asdict()
                 for what in dict.fromkeys(each.what for each in self.series)

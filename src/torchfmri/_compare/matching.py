@@ -103,26 +103,15 @@ def _credible(
 ) -> list[str]:
     """Return the layers of a whose partner by name can be the same layer.
 
-    The numbers in a Sequential are places and no names: one that means another layer makes all of
-    its list doubtful. Other names are doubted only if more than half of them mean other layers.
+    Names are doubted only if more than half of them mean other layers.
     """
     wrong = {
         each
         for each, other in pairs.items()
         if each not in given and not _fit(one.modules.get(each), two.modules.get(other))
     }
-    if 2 * len(wrong) <= len(pairs):
-        parents = {_parent(each) for each in wrong if _is_numbered(each)}
-        wrong = {each for each in pairs if _is_numbered(each) and _parent(each) in parents}
+    wrong = wrong if 2 * len(wrong) > len(pairs) else set()
     return [each for each in pairs if each in given or each not in wrong]
-
-
-def _is_numbered(layer: str) -> bool:
-    return layer.rpartition(".")[2].isdigit()
-
-
-def _parent(layer: str) -> str:
-    return layer.rpartition(".")[0]
 
 
 def _fit(one: nn.Module | None, two: nn.Module | None) -> bool:
@@ -188,33 +177,10 @@ def other_order(a: Recording, b: Recording, matching: Matching, layer: str) -> I
             return
 
 
-def unmatched_before(a: Recording, b: Recording, matching: Matching, layer: str) -> Iterator[Kind]:
-    """Yield which layers without partners stand just before a layer: one of them may be the cause.
-
-    Args:
-        a: One side.
-        b: The other.
-        matching: Which layers are partners.
-        layer: The layer of a whose tensor is the first to differ.
-    """
-    said = []
-    for name, side, alone, at in (
-        ("a", a.layers, matching.only_a, layer),
-        ("b", b.layers, matching.only_b, matching.pairs.get(layer, layer)),
-    ):
-        before = side[: side.index(at)] if at in side else []
-        known = max((i for i, each in enumerate(before) if each not in alone), default=-1)
-        if between := before[known + 1 :]:
-            said.append(f"{listed(between)} in {name}")
-    if said:
-        text = f"just before it run layers without a partner: {', '.join(said)}"
-        yield Kind("unmatched_layers", text)
-
-
-def uncalled_before(
+def alone_before(
     a: Recording, b: Recording, matching: Matching, place: RecordedPlace, layer: str
 ) -> Iterator[Kind]:
-    """Yield which layers only one side calls just before the first difference.
+    """Yield which layers only one side runs just before the first difference: a likely cause.
 
     Args:
         a: One side.
@@ -224,23 +190,26 @@ def uncalled_before(
         layer: The layer of a that the difference comes from.
     """
     back = {other: one for one, other in matching.pairs.items()}
-    partner = matching.pairs[place.layer]
-    for only, side, other, names, seen in (
-        ("a", a, b, matching.pairs, place.layer), ("b", b, a, back, partner),
+    theirs, around_b = (matching.pairs.get(each, each) for each in (place.layer, layer))
+    doubtful = bool(matching.doubt) and layer != place.layer
+
+    for only, side, other, names, seen, around in (
+        ("a", a, b, matching.pairs, place.layer, layer), ("b", b, a, back, theirs, around_b),
     ):  # fmt: skip
         calls = [(each.layer, each.call) for each in side.places(FORWARD)]
         before = calls[: calls.index((seen, place.call))] if (seen, place.call) in calls else []
-        found = []
+        found: list[str] = []
         for each, call in reversed(before):
             name = names.get(each, each)
-            if name not in other.inspection or call < len(other.inspection[name].calls):
+            calls_of_other = other.inspection[name].calls if name in other.inspection else None
+            uncalled = calls_of_other is not None and call >= len(calls_of_other)
+            if not (uncalled or (doubtful and each not in names)):
                 break
             found.append(each)
-        around = layer if only == "a" else matching.pairs.get(layer, layer)
         if seen == around:
             found = [each for each in found if not around or each.startswith(f"{around}.")]
         if found:
-            text = f"just before it only {only} calls {listed(list(dict.fromkeys(found[::-1])))}"
+            text = f"just before it only {only} runs {listed(list(dict.fromkeys(found[::-1])))}"
             yield Kind("unmatched_layers", text)
 
 

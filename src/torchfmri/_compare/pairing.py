@@ -37,10 +37,9 @@ from torchfmri._compare.recording import (
     RecordedRows,
     Recording,
     relative,
-    rows_of_both,
 )
 from torchfmri._compare.repetition import LEAST_UNITS, LEAST_VALUES, Repetition, repetition_of
-from torchfmri._compare.side import Side
+from torchfmri._compare.side import Partners, Side
 from torchfmri._records import Value
 
 _ROUNDING = {
@@ -84,7 +83,7 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
                 # unit for each padded position.
                 left_out.append(place.layer)
             elif partner is not None:
-                found.append(_pair(a, b, direction, place, partner, tolerance))
+                found.append(_pair(direction, Partners(a, b, place, partner), tolerance))
             elif reason := _absent(b, direction, layer, place):
                 found.append(_lonely(direction, place, reason))
         back = {
@@ -233,33 +232,14 @@ def _absent(
 
 
 def _lonely(direction: str, place: RecordedPlace, reason: str) -> Pair:
-    gaps = np.array([math.inf])
-    return Pair(
-        direction=direction,
-        place=place,
-        partner=None,
-        gaps=gaps,
-        grid=None,
-        spread_a=math.nan,
-        spread_b=math.nan,
-        threshold=0.0,
-        largest=math.nan,
-        reason=reason,
-    )
+    return Pair(direction=direction, place=place, gaps=np.array([math.inf]), reason=reason)
 
 
-def _pair(
-    a: Side,
-    b: Side,
-    direction: str,
-    place: RecordedPlace,
-    partner: RecordedPlace,
-    tolerance: float | None,
-) -> Pair:
-    spreads = a.spread.get(place), b.spread.get(partner)
-    spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
-    threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
-    one, two, axes = _alike(a, b, place, partner, threshold)
+def _pair(direction: str, both: Partners, tolerance: float | None) -> Pair:
+    a, b, place, partner = both
+    spread_a, spread_b = (math.nan if each is None else each.worst for each in both.spreads)
+    threshold = _threshold(both, tolerance, (spread_a, spread_b))
+    one, two, axes = _alike(both, threshold)
     grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
     if one is None or two is None:
@@ -286,7 +266,7 @@ def _pair(
         if measured and not apart.isfinite().all():
             nonfinite = _nonfinite_in_both(one.values, two.values)
         if tolerance is None:
-            repetition = repetition_of(a, b, place, partner, gaps, axes)
+            repetition = repetition_of(both, gaps, axes)
             if gaps.max(initial=0.0) <= threshold:
                 threshold = min(threshold, repetition.threshold)
     return Pair(
@@ -309,7 +289,7 @@ def _is_rounding(side: Side, place: RecordedPlace, rows: RecordedRows) -> bool:
 
 
 def _alike(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, threshold: float
+    both: Partners, threshold: float
 ) -> tuple[RecordedRows | None, RecordedRows | None, Axes]:
     """Return both as rows, in an order in which they agree if there is one, and the axes of b."""
 
@@ -317,13 +297,12 @@ def _alike(
         one, two = (each.values for each in rows)
         return one.shape == two.shape and float(relative(one, two).max()) <= threshold
 
-    one, two = rows_of_both(a.recording, b.recording, place, partner)
+    one, two = both.rows()
     if one is None or two is None or agree((one, two)):
         return one, two, ()
-    if axes := axes_of(a, b, place, partner):
-        one, two = rows_of_both(a.recording, b.recording, place, partner, axes)
-        return one, two, axes
-    others = in_other_order(a, b, place, partner)
+    if axes := axes_of(both):
+        return *both.rows(axes), axes
+    others = in_other_order(both)
     return *next((rows for rows in others if agree(rows)), (one, two)), ()
 
 
@@ -334,14 +313,12 @@ def _nonfinite_in_both(one: Tensor, two: Tensor) -> str:
     return "infinite" if bool((one.isinf() & two.isinf()).any()) else ""
 
 
-def _threshold(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, tolerance: float | None,
-    spreads: tuple[float, float],
-) -> float:  # fmt: skip
+def _threshold(both: Partners, tolerance: float | None, spreads: tuple[float, float]) -> float:
     if tolerance is not None:
         return tolerance
+    a, b, place, _ = both
     measured = [each for each in spreads if not math.isnan(each)]
-    dtypes = (a.recording.dtype(place), b.recording.dtype(partner))
+    dtypes = both.dtypes
     if not measured and (a.spread or b.spread):
         return math.inf  # the layer returned something else when it rounded anew: not to be judged
     if not measured:

@@ -341,30 +341,6 @@ class Recording:
                 self._order[PARAMETERS].append(place)
 
 
-def rows_of_both(
-    a: Recording, b: Recording, place: RecordedPlace, partner: RecordedPlace, axes: Axes = ()
-) -> tuple[RecordedRows | None, RecordedRows | None]:
-    """Return two tensors as rows; axes of length 1 that only one side has count for nothing.
-
-    Embeddings of positions may be (1, s, w) or (s, w), and a Linear a convolution of width 1.
-
-    Args:
-        a: One side.
-        b: The other.
-        place: The tensor of a.
-        partner: That of b.
-        axes: In which order to take the axes of b; empty to leave them as they are.
-    """
-    one, two = a.tensor(place), b.tensor(partner)
-    if one is None or two is None:
-        return a.rows(place), b.rows(partner)
-    two = two.permute(axes) if axes else two
-    longer = max(one.shape, two.shape, key=len)
-    if one.squeeze().shape == two.squeeze().shape:
-        one, two = one.reshape(longer), two.reshape(longer)
-    return a.as_rows(one, place.what), b.as_rows(two, partner.what)
-
-
 def _is_equal(one: Value, two: Value) -> bool:
     """Whether two values hold the same numbers; the first ones tell most apart."""
     if one.shape != two.shape or one.dtype != two.dtype:

@@ -17,7 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._compare.recording import FORWARD, WHAT, RecordedPlace, Recording, relative
+from torchfmri._compare.recording import (
+    FORWARD,
+    WHAT,
+    Axes,
+    RecordedPlace,
+    RecordedRows,
+    Recording,
+    relative,
+)
 from torchfmri._compare.run import (
     RecordedPass,
     Run,
@@ -96,6 +104,60 @@ class Side:
         places = self.recording.places(FORWARD)
         dtypes = {self.recording.dtype(place) for place in places} & _PRECISION.keys()
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+class Partners(NamedTuple):
+    """A tensor of a and its partner in b.
+
+    Attributes:
+        a: One side.
+        b: The other.
+        place: The tensor of a.
+        partner: That of b.
+    """
+
+    a: Side
+    b: Side
+    place: RecordedPlace
+    partner: RecordedPlace
+
+    @property
+    def spreads(self) -> tuple[Spread | None, Spread | None]:
+        """How far each of them differs from itself; None where that was not measured."""
+        return self.a.spread.get(self.place), self.b.spread.get(self.partner)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """In which they were computed."""
+        return self.a.recording.dtype(self.place), self.b.recording.dtype(self.partner)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """The two tensors; None if only statistics were kept."""
+        return self.a.recording.tensor(self.place), self.b.recording.tensor(self.partner)
+
+    def rows(
+        self, axes: Axes = (), *, rounded: bool = False
+    ) -> tuple[RecordedRows | None, RecordedRows | None]:
+        """Return both as rows; axes of length 1 that only one side has count for nothing.
+
+        Embeddings of positions may be (1, s, w) or (s, w), and a Linear a convolution of width 1.
+
+        Args:
+            axes: In which order to take the axes of b; empty to leave them as they are.
+            rounded: Take the recordings with new rounding, which both sides must have then.
+        """
+        a, b = (side.rounded if rounded else side.recording for side in (self.a, self.b))
+        assert a is not None
+        assert b is not None
+        one, two = a.tensor(self.place), b.tensor(self.partner)
+        if one is None or two is None:
+            return a.rows(self.place), b.rows(self.partner)
+        two = two.permute(axes) if axes else two
+        longer = max(one.shape, two.shape, key=len)
+        if one.squeeze().shape == two.squeeze().shape:
+            one, two = one.reshape(longer), two.reshape(longer)
+        return a.as_rows(one, self.place.what), b.as_rows(two, self.partner.what)
 
 
 _NO_SPREAD = Spread(worst=0.0, typical=0.0)

@@ -246,4 +246,5 @@ def nonfinite_note(pairs: Sequence[Pair]) -> str:
 def _name(pair: Pair) -> str:
     name = pair.place.layer or "the model"
     name += f" [{pair.place.element}]" if pair.place.element else ""
+    name = "the loss" if name == "the model [loss]" else name
     return f"{name} call {pair.place.call}" if pair.place.call else name

@@ -212,7 +212,7 @@ class Difference:
         if self.token is not None:
             said = f" {self.text!r}" if self.text else ""
             where += f", token {self.token}{said}" + (f" of row {self.row}" if self.row else "")
-        elif self.row:
+        elif self.row is not None:
             where += f", row {self.row} of the batch"
         if self.layer != self.seen_at:
             where += f"; it comes from {_named(self.layer)}"

@@ -152,16 +152,17 @@ def _brain(comparison: Comparison, direction: str, row: int | None) -> Brain:
         tokens[index] if index < len(tokens) else str(grid.places[index][1]) for index in columns
     ]
     said = f"first: {shorten(str(first.place()), 150)}" if first is not None else ""
-    which = [f"(row {row} of the batch)"] if grid.places[-1][0] else []
-    remarks = ["all but the darkest are more than that; the ring is the first"]
+    which = [f"(row {row} of the batch)"] if grid.places[-1][0] and " of row " not in said else []
+    limit, unit = beyond_text(comparison._tolerance), unit_text(comparison._tolerance)
+    more = unit.removeprefix("difference in units of ")
+    remarks = [f"brighter than the darkest: more than {more}; ring: the first difference"]
     remarks = (remarks if mark else []) + ([BRIGHTEST] if np.isposinf(values).any() else [])
-    limit = beyond_text(comparison._tolerance)
     subject = "Where two runs part" if first is not None else f"No difference{limit}"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),
         values=drawable(values),
         tokens=_track(texts),
-        metric=unit_text(comparison._tolerance),
+        metric=unit,
         normalise="global",
         title=f"{subject}: {_DIRECTIONS[direction]}",
         subtitle=" ".join([*filter(None, [said]), *which]),
@@ -178,15 +179,17 @@ def _check_direction(direction: str, known: Mapping[str, str] = _DIRECTIONS) -> 
 
 def _depth_name(pair: Pair) -> str:
     if pair.direction != PARAMETERS:
-        return layer_label(pair.place.layer)
+        is_loss = (pair.place.layer, pair.place.element) == ("", "loss")
+        return "(the loss)" if is_loss else layer_label(pair.place.layer)
     return ".".join(filter(None, (pair.place.layer, pair.place.element)))
 
 
 def _depth_title(direction: str, first: Pair | None) -> str:
-    if direction != PARAMETERS or first is None:
+    if first is None or (direction != PARAMETERS and first.grid is not None):
         return f"How rounding grows along the {_DEPTHS[direction]}"
     # No picture of tokens above it says which one it is.
-    said = escape(shorten(f"dL/d {_depth_name(first)}", 110))
+    of = "dL/d " if direction == PARAMETERS else ""
+    said = escape(shorten(f"{of}{_depth_name(first)}", 110))
     return f"Where two runs part: {_DEPTHS[direction]}\nfirst (dotted line): {said}"
 
 

@@ -244,7 +244,8 @@ def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, f
                 last = at
     ax.set_yticks(places, texts, fontsize=7)
     ax.tick_params(axis="y", length=2, pad=2)
-    return f"{named} of {len(bands)} labels shown" if named < len(bands) else ""
+    left = len(bands) - named
+    return f"no room for {left} of {len(bands)} names" if left else ""
 
 
 def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:

@@ -510,3 +510,27 @@ def test_positions_of_an_encoder_beside_token_ids_are_named(layer: str, length: 
 class _Numbers:
     def decode(self, ids: list[int]) -> str:
         return f"<{ids[0]}>"
+
+
+class RootMeanSquare(nn.LayerNorm):
+    """A LayerNorm that forgets the mean, as a kernel might."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return found + self.bias
+
+
+def test_a_class_that_one_module_of_many_has_is_named() -> None:
+    def made(*kinds: type[nn.LayerNorm]) -> nn.Sequential:
+        torch.manual_seed(0)
+        parts = ((kind(8), nn.Linear(8, 8)) for kind in kinds)
+        return nn.Sequential(*(layer for part in parts for layer in part))
+
+    plain, x = nn.LayerNorm, torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    one = compare(made(plain, plain, plain), made(plain, RootMeanSquare, plain), data=x).first
+    assert one is not None
+    assert (one.layer, one.kinds[0].name) == ("2", "class")
+    assert one.kinds[0].text.endswith("RootMeanSquare in b")
+    all_ = compare(made(plain, plain), made(RootMeanSquare, RootMeanSquare), data=x).first
+    assert all_ is not None
+    assert "class" not in [kind.name for kind in all_.kinds], "a port has other classes"

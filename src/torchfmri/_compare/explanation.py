@@ -15,6 +15,7 @@ from torchfmri._compare.causes import (
     causes_of,
     dropout_kinds,
     mode_kinds,
+    replaced_classes,
     tensor_kinds,
     tied_kinds,
     transposing_classes,
@@ -69,7 +70,8 @@ def explain(
     if layer in modules_a and partner in modules_b:
         others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
         turned = transposing_classes(modules_a, modules_b, others)
-        found += causes_of(modules_a[layer], modules_b[partner], turned)
+        replaced = replaced_classes(modules_a, modules_b, matching.pairs)
+        found += causes_of(modules_a[layer], modules_b[partner], turned, replaced)
         modes = mode_kinds(modules_a[layer], modules_b[partner])
         found += modes or dropout_kinds(modules_a[layer], modules_b[partner])
         found += _uncalled_kinds(layer, matching, one, two)

@@ -227,8 +227,9 @@ def _given(names: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> dict
     for side, known, wanted in (("a", a, names.keys()), ("b", b, names.values())):
         absent = [each for each in wanted if each not in known]
         if absent:
+            said = f"{{{absent[0]!r}: ...}}" if side == "a" else f"{{...: {absent[0]!r}}}"
             raise InspectionError(
-                f"names={{{absent[0]!r}: ...}}: {side} has no such layer, only {listed(known)}. "
+                f"names={said}: {side} has no such layer, only {listed(known)}. "
                 "Map layers of a to layers of b."
             )
     twice = [each for each, count in Counter(names.values()).items() if count > 1]

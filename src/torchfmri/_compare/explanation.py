@@ -24,12 +24,7 @@ from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.difference import Kind, Pair
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import (
-    Matching,
-    alone_before,
-    missing_layers,
-    other_order,
-)
+from torchfmri._compare.matching import Matching, alone_before, missing_layers, other_order
 from torchfmri._compare.origin import Origin
 from torchfmri._compare.recording import BACKWARD, FORWARD
 from torchfmri._compare.side import Partners, Side

@@ -34,10 +34,7 @@ class _Request(NamedTuple):
 
 
 def import_hidden_states(
-    folder: str | PathLike[str],
-    tokenizer: Any = None,
-    *,
-    layers: Sequence[int | str] | None = None,
+    folder: str | PathLike[str], tokenizer: Any = None, *, layers: Sequence[int | str] | None = None
 ) -> Inspection:
     """Read hidden states that vLLM or another engine exported, as an inspection (activations).
 

@@ -302,8 +302,7 @@ def _nonfinite(name: str, x: Tensor, y: Tensor) -> Kind | None:
     if counts[0] == counts[1]:
         return Kind("parameter", f"{name} differs, and has {counts[0]:,} NaN or infinite values")
     return Kind(
-        "nonfinite",
-        f"{name} has {counts[0]:,} NaN or infinite values in a and {counts[1]:,} in b",
+        "nonfinite", f"{name} has {counts[0]:,} NaN or infinite values in a and {counts[1]:,} in b"
     )
 
 

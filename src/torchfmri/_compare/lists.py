@@ -9,7 +9,7 @@ those tell another order. Names without a number are never changed here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchfmri._compare.kinds import is_same
@@ -33,14 +33,20 @@ class _Tree(NamedTuple):
     children: Mapping[str, Sequence[str]]
     side: Side
 
+    def below(self, layer: str) -> Iterator[str]:
+        """Yield a layer and those inside it."""
+        if layer in self.kinds:
+            yield layer
+        for name in self.children.get(layer, ()):
+            yield from self.below(_join(layer, name))
+
     def inside(self, layer: str) -> dict[str, tuple[Any, Any]]:
         """Return what a layer and those inside it are, with their numbers, by the rest of name."""
-        found, modules = {}, self.side.modules
-        for each, kind in self.kinds.items():
-            if each == layer or each.startswith(f"{layer}."):
-                numbers = fingerprint(modules[each]) if each in modules else ()
-                found[each[len(layer) :]] = (kind, numbers)
-        return found
+        modules = self.side.modules
+        return {
+            each[len(layer) :]: (self.kinds[each], fingerprint(modules[each]) if modules else ())
+            for each in self.below(layer)
+        }
 
 
 def match_lists(a: Side, b: Side) -> dict[str, str]:
@@ -119,12 +125,13 @@ def _aligned(one: _Tree, two: _Tree, a: Sequence[str], b: Sequence[str]) -> list
 
 def _share_numbers(one: _Tree, two: _Tree, a: str, b: str) -> bool:
     """Whether two blocks hold an equal matrix, or none that could tell."""
+    ours, theirs = one.side.modules, two.side.modules
     known = [
         (parameter, other)
-        for name, module in one.side.modules.items()
-        if (name == a or name.startswith(f"{a}.")) and b + name[len(a) :] in two.side.modules
-        for key, parameter in module.named_parameters(recurse=False)
-        if (other := two.side.modules[b + name[len(a) :]]._parameters.get(key)) is not None
+        for name in one.below(a)
+        if name in ours and b + name[len(a) :] in theirs
+        for key, parameter in ours[name].named_parameters(recurse=False)
+        if (other := theirs[b + name[len(a) :]]._parameters.get(key)) is not None
         and parameter.ndim > 1
     ]
     return not known or any(is_same(*each) for each in known)

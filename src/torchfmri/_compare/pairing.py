@@ -42,12 +42,7 @@ from torchfmri._compare.repetition import LEAST_UNITS, LEAST_VALUES, Repetition,
 from torchfmri._compare.side import Partners, Side
 from torchfmri._records import Value
 
-_ROUNDING = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """What is allowed where no side can be run again: about the square root of a typical depth times
 the rounding unit, with an order of magnitude to spare."""
 _ROUNDING_GRADIENTS = 4.0

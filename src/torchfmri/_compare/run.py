@@ -39,13 +39,7 @@ from torchfmri._model import (
 )
 from torchfmri._records import Inspection, Record, Value
 from torchfmri._text import listed
-from torchfmri._torch import (
-    CompiledForward,
-    compiled_parts,
-    flatten,
-    map_tensors,
-    uncompiled_call,
-)
+from torchfmri._torch import CompiledForward, compiled_parts, flatten, map_tensors, uncompiled_call
 
 _WATCHED = ("activations", "gradients", "parameter_gradients")
 _OTHER_SEED = 1

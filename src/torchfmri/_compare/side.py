@@ -26,13 +26,7 @@ from torchfmri._compare.recording import (
     Recording,
     relative,
 )
-from torchfmri._compare.run import (
-    RecordedPass,
-    Run,
-    record,
-    record_rearranged,
-    record_rounded,
-)
+from torchfmri._compare.run import RecordedPass, Run, record, record_rearranged, record_rounded
 from torchfmri._model import named_layers
 from torchfmri._text import listed
 from torchfmri._torch import CompiledForward, flatten
@@ -88,7 +82,7 @@ class Side:
     notes: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def modules(self) -> Mapping[str, nn.Module]:
         """The layers of a live model; empty without one."""
         return {} if self.run is None else named_layers(self.run.model)

@@ -18,10 +18,17 @@ from torchfmri import Comparison, Run, compare
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class Norm(nn.LayerNorm):
+    """It takes a mask, so that an Inspector has hooks on it to follow the padding."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.act = nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU()
+        self.norm, self.up, self.act = Norm(8), nn.Linear(8, 16), nn.GELU()
         self.down = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,12 +46,15 @@ class Compiler:
 
     Attributes:
         runs: How often its code ran.
+        graphs: How many graphs it was given.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
-        self.factor, self.runs = factor, 0
+        self.factor, self.runs, self.graphs = factor, 0, 0
 
     def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs += 1
+
         def run(*arguments: Any) -> Any:
             self.runs += 1
             return tuple(each * self.factor for each in graph(*arguments))
@@ -87,6 +97,7 @@ def test_the_other_layers_are_seen_and_the_block_runs_its_compiled_code(way: Any
     found = compared(a, b)
     assert found.agree, str(found)
     assert compiler.runs, "else it was run eagerly, and nothing was compared"
+    assert compiler.graphs == 1, "hooks of ours would be compiled as graphs of their own"
     seen = {pair.place.layer for pair in found.pairs if pair.direction == "forward"}
     assert {"0.down", "1", "2.norm", "2", "3", ""} <= seen
     assert not {"1.norm", "1.up"} & seen
@@ -142,6 +153,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_seen_from_outside(in_place: bool
     found = compared(a, compiled(copy.deepcopy(a), compiler))
     assert found.agree, str(found)
     assert compiler.runs
+    assert compiler.graphs == 1
     assert {pair.place.layer for pair in found.pairs if pair.direction == "forward"} == {""}
     gradients = {pair.place.layer for pair in found.pairs if pair.direction == "parameters"}
     assert {"0.norm", "1.up", "3"} <= gradients

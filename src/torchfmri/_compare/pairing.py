@@ -222,6 +222,8 @@ def _absent(
         return f"{lacks} has no gradient of {place.element!r}" if held else ""
     if place.call >= len(calls):
         return f"call {place.call} happens in {has} only" if calls else f"{lacks} never calls it"
+    if side.run is not None and layer in side.run.compiled_layers:
+        return ""  # what is computed of it may be compiled as well, such as the loss
     has_output = place.element in calls[place.call].elements(WHAT[FORWARD])
     return f"a gradient arrives in {has} only" if direction == BACKWARD and has_output else ""
 

@@ -91,6 +91,12 @@ class Run:
         return [whole] if whole.known else compiled_parts(self.model)
 
     @property
+    def compiled_layers(self) -> list[str]:
+        """The names of the compiled parts; empty for the model itself."""
+        parts = {id(part.inner) for part in self.compiled_parts}
+        return [name for name, each in named_layers(self.model).items() if id(each) in parts]
+
+    @property
     def hidden(self) -> list[str]:
         """The layers inside compiled parts."""
         inner = [part.inner for part in self.compiled_parts]
@@ -187,12 +193,18 @@ def record(
             stack.enter_context(thawed(runnable(run.model), data, notes.append))
         elif any("gradients" in each for each in what):
             notes.append("the backward pass was not compared: torch.no_grad() is on")
+        tables = _hook_tables(run)
+        before = [set(table) for table in tables]
         inspection = stack.enter_context(inspector.recording())
         if run.compiled_parts:
+            parts = listed([each or "the model" for each in run.compiled_layers])
             notes.append(
-                f"compiled code shows no layers: of {listed([*_names_of(run)])} the output and "
-                "the gradients of parameters were compared"
+                f"compiled code shows no layers: of {parts} the output and the gradients of "
+                "parameters were compared"
             )
+            for table, keys in zip(tables, before, strict=True):
+                for key in set(table) - keys:  # they would be compiled too, and nobody needs them
+                    del table[key]
             stack.enter_context(_gradients_kept(run, gradients))
             stack.enter_context(nullcontext() if eager else _parts_compiled(run))
         _differentiate(run, run.forward(data, model), notes if back else None, inspection)
@@ -201,11 +213,11 @@ def record(
     return _passed(run, inspection, notes)
 
 
-def _names_of(run: Run) -> Iterator[str]:
-    """Yield the names of the compiled parts."""
-    parts = {id(part.inner) for part in run.compiled_parts}
-    layers = named_layers(run.model).items()
-    return (name or "the model" for name, each in layers if id(each) in parts)
+def _hook_tables(run: Run) -> list[dict[int, Any]]:
+    """Return the hooks of the layers inside compiled parts."""
+    modules = named_layers(run.model)
+    hidden = [modules[name] for name in run.hidden]
+    return [table for each in hidden for table in (each._forward_pre_hooks, each._forward_hooks)]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -64,13 +64,6 @@ def kinds_of(
     one, two = one.masked_fill(bad[0], 0), two.masked_fill(bad[1], 0)
     found = _position_kinds(a, gaps > threshold)
     differing = gaps > threshold
-    tests: tuple[Callable[[Tensor, Tensor, float], Kind | None], ...] = (
-        _factor,
-        _permutation,
-        _shift,
-        _factor_per_unit,
-        _factor_per_token,
-    )
     shifted = _shifted_positions(a, b, threshold)
     if shifted is not None:
         return [shifted]
@@ -78,7 +71,7 @@ def kinds_of(
         return [zero, *found]
     rows = differing if differing.any() else torch.ones_like(differing)
     noun, count = "token" if a.grid is not None else "sample", int(rows.sum())
-    for test in tests:
+    for test in (_factor, _permutation, _shift, _factor_per_unit, _factor_per_token):
         kind = test(one[rows], two[rows], unit)
         if kind is not None:
             text = kind.text.replace("token", noun)

@@ -197,20 +197,29 @@ def record(
         before = [set(table) for table in tables]
         inspection = stack.enter_context(inspector.recording())
         if run.compiled_parts:
-            parts = listed([each or "the model" for each in run.compiled_layers])
-            notes.append(
-                f"compiled code shows no layers: of {parts} the output and the gradients of "
-                "parameters were compared"
-            )
-            for table, keys in zip(tables, before, strict=True):
-                for key in set(table) - keys:  # they would be compiled too, and nobody needs them
-                    del table[key]
+            notes.append(_hiding(run))
+            _drop_new(tables, before)
             stack.enter_context(_gradients_kept(run, gradients))
             stack.enter_context(nullcontext() if eager else _parts_compiled(run))
         _differentiate(run, run.forward(data, model), notes if back else None, inspection)
     found = _parameter_records(run.model, gradients)
     inspection._records |= {name: each for name, each in found.items() if name in hidden}
     return _passed(run, inspection, notes)
+
+
+def _hiding(run: Run) -> str:
+    parts = listed([each or "the model" for each in run.compiled_layers])
+    return (
+        f"compiled code shows no layers: of {parts} the output and the gradients of parameters "
+        "were compared"
+    )
+
+
+def _drop_new(tables: Sequence[dict[int, Any]], before: Sequence[set[int]]) -> None:
+    """Drop hooks of ours inside compiled parts: they would be compiled, and nobody needs them."""
+    for table, keys in zip(tables, before, strict=True):
+        for key in set(table) - keys:
+            del table[key]
 
 
 def _hook_tables(run: Run) -> list[dict[int, Any]]:

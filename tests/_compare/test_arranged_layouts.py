@@ -96,6 +96,62 @@ def test_channels_first_and_last_agree_and_hide_no_mistake() -> None:
     assert "parameter" in names(found)
 
 
+class Attending(nn.Module):
+    """A mixing of tokens between two layers, with time or the batch as the first axis inside."""
+
+    def __init__(self, *, time_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.before = nn.Embedding(20, 16), nn.Linear(16, 16)
+        self.after, self.head, self.time_first = nn.Linear(16, 16), nn.Linear(16, 20), time_first
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.before(self.words(input_ids.T if self.time_first else input_ids)).tanh()
+        x = x.cumsum(0 if self.time_first else 1)
+        y: Tensor = self.head(self.after(x).tanh())
+        return y.transpose(0, 1) if self.time_first else y
+
+
+@pytest.mark.parametrize("rows", [8, 3], ids=["as many rows as positions", "fewer rows"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_time_may_come_before_the_batch(rows: int, swapped: bool) -> None:
+    ids = torch.randint(0, 20, (rows, 8), generator=torch.Generator().manual_seed(2))
+    a, b = Attending(time_first=swapped), Attending(time_first=not swapped)
+    assert torch.equal(a(ids), b(ids))
+
+    def compared() -> Comparison:
+        found: Comparison = compare(a, b, data={"input_ids": ids}, loss=lambda y: y.square().mean())
+        return found
+
+    found = compared()
+    assert found.agree, str(found)
+    assert {"words", "before", "after", "head", ""} <= {pair.place.layer for pair in found.pairs}
+    b.after.register_forward_hook(_louder_from_5_on(first_axis=not swapped))
+    first = compared().first
+    assert first is not None
+    assert first.layer == "after"
+    if rows == 8 or not swapped:  # else a has no rows of tokens there
+        assert (first.row, first.token) == (0, 5)
+        assert "factor" in [kind.name for kind in first.kinds], first
+    assert "relative difference" in first.reason, "a layout is not the reason"
+
+
+def _louder_from_5_on(*, first_axis: bool) -> Any:
+    def louder(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        late = torch.arange(8) >= 5
+        shape = (8, 1, 1) if first_axis else (1, 8, 1)
+        return torch.where(late.view(shape), 1.5 * output, output)
+
+    return louder
+
+
+def test_an_output_whose_axes_were_swapped_by_mistake_is_a_difference() -> None:
+    ids = torch.randint(0, 20, (8, 8), generator=torch.Generator().manual_seed(2))
+    a, b = Attending(time_first=False), Attending(time_first=False)
+    b.register_forward_hook(lambda _, __, output: output.transpose(0, 1))
+    assert not compare(a, b, data={"input_ids": ids}).agree
+
+
 def test_names_that_mean_other_layers_give_way_to_weights() -> None:
     torch.manual_seed(0)
     flat = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -196,7 +252,7 @@ def test_numbers_in_a_sequential_are_places_and_no_names() -> None:
     x = torch.randn(7, 6)
     found = compare(short, long, data=x, loss="sum")
     assert found.agree, str(found)
-    assert any("by their weights" in note for note in found.notes), "the doubt is said"
+    assert any("in the order of their list" in note for note in found.notes), "the doubt is said"
     assert found.only_b == ("2", "5")
     with torch.no_grad():
         long[3].bias.add_(0.1)

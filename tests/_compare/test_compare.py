@@ -113,9 +113,17 @@ def test_tolerance_replaces_the_measurement() -> None:
     other = mlp()
     with torch.no_grad():
         other[2].weight.mul_(1 + 1e-4)
-    assert compare(mlp(), other, data=X, tolerance=1e-2).agree
+    found = compare(mlp(), other, data=X, tolerance=1e-2)
+    assert found.agree
+    assert found.summary().startswith(
+        "no difference of more than 0.01 in 6 tensors (forward), though"
+    )
+    assert "within the tolerance: weight differs by 1.0e-04" in found.text()
+    assert "noise" not in f"{found.text()} {found.summary()}", "nothing was measured"
     found = compare(mlp(), other, data=X, tolerance=0.0)
     assert not found.agree
+    equal = compare(mlp(), mlp(), data=X, tolerance=0.0).summary()
+    assert equal == "no difference in 6 tensors (forward): equal to the last bit"
     assert math.isnan(found.pairs[0].spread_a)
 
 
@@ -139,6 +147,28 @@ def test_rows_that_depend_on_each_other_are_no_noise() -> None:
     found = compare(model, model, data=X)
     assert any("order of the rows" in note for note in found.notes)
     assert next(p for p in found.pairs if p.place.layer == "1").spread_a < 1e-5
+
+
+def test_a_gradient_of_a_parameter_is_judged_as_sharply_where_rows_depend_on_their_place() -> None:
+    """Rows in another order are no noise of the sums over them either."""
+
+    class Weighted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.linspace(1, 1.1, len(x))[:, None]
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Weighted(), nn.Linear(8, 4))
+
+    data = torch.randn(9, 6, generator=torch.Generator().manual_seed(3))
+    found = compare(made(), made(), data=data, loss="sum")
+    assert found.agree, str(found)
+    assert any("what '2'" in note and "order of the rows" in note for note in found.notes)
+    scaled = made()
+    scaled[0].weight.register_hook(lambda gradient: gradient * 1.001)
+    found = compare(made(), scaled, data=data, loss="sum")
+    assert found.first is not None
+    assert (found.first.layer, found.first.direction) == ("0", "parameters")
 
 
 # -- where and what ------------------------------------------------------------------------------
@@ -173,6 +203,27 @@ def test_only_padded_positions_is_a_remark_and_no_difference() -> None:
     found = compare(a, Run(b.model, {**b.data, "input_ids": ids}))
     assert found.agree, str(found)
     assert any("only padded positions differ" in note for note in found.notes)
+
+
+def test_attention_to_padding_is_no_difference_and_hides_none() -> None:
+    """Gradients arrive at attention weights of padded keys, and nothing is computed with them."""
+    model, data = build("llama", "eager"), batch("llama")
+    forgotten = {**data, "attention_mask": torch.ones_like(data["attention_mask"])}
+
+    def weigh(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        weights = output[1].clone()
+        weights[0, 2, 4, 3] *= 1.01
+        return output[0], weights
+
+    b = build("llama", "eager")
+    found = compare(Run(model, data), Run(b, forgotten))
+    assert found.agree, str(found)
+    seen = {pair.direction for pair in found.pairs if pair.place.element == "1"}
+    assert {"forward", "backward"} <= seen, "attention weights are compared"
+    b.get_submodule("model.layers.1.self_attn").register_forward_hook(weigh)
+    first = compare(Run(model, data), Run(b, forgotten)).first
+    assert first is not None
+    assert (first.layer, first.element, first.token) == ("model.layers.1.self_attn", "1", 4)
 
 
 def test_only_under_autocast() -> None:

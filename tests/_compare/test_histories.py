@@ -97,6 +97,47 @@ def _froze(freeze: bool, rate: float, steps: int) -> Monitor:
     return monitor
 
 
+def test_the_table_says_what_follows_and_what_is_equal(base: Monitor) -> None:
+    found = compare(base, train(changed=37))
+    assert "all steps before are equal to the last bit" in found.summary()
+    rows = {line.split()[0]: line for line in found.text().splitlines() if line.strip()}
+    assert "follows" in rows["updates"], "Adam makes them of gradients that differ"
+    assert "updates differ by up to" in found.text()
+    assert "none" not in found.text()
+    same = compare(base, train(), tolerance=1e-3)
+    assert same.summary() == (
+        "no step differs by more than 0.001 in 60 steps: equal to the last bit"
+    )
+    assert same.text().count(" equal  ") == 6
+    assert "noise" not in same.text()
+    assert "noise" not in same.plot().get_title(loc="left")
+
+
+def test_updates_that_turn_nan_part_at_that_step() -> None:
+    def trained(nan_at: int | None) -> Monitor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with Monitor(model, optimizer) as monitor:
+            for step in range(6):
+                loss = model(torch.randn(5, 4)).square().mean()
+                loss = loss * math.nan if step == nan_at else loss
+                optimizer.zero_grad()
+                loss.backward()
+                monitor.loss(loss)
+                optimizer.step()
+        return monitor
+
+    found = compare(trained(None), trained(4))
+    assert found.first is not None
+    assert (found.first.step, found.first.what) == (4, "loss")
+    kinds = found.to_dict()["kinds"]
+    assert (kinds["updates"]["step"], kinds["updates"]["layer"]) == (4, "0.weight")
+    assert kinds["gradients"]["layer"] == "2", "gradients arrive at the last layer first"
+    assert "inf" not in str(found.first)
+    assert compare(trained(4), trained(4)).agree
+
+
 def test_series_that_only_one_run_has_are_named(base: Monitor) -> None:
     less = History.load(base.history.save(_place("less")))
     gone = less.series.index(("3", "activations"))

@@ -319,7 +319,11 @@ def one_token(heads: Tensor) -> Tensor:
         (lambda heads: 1.5 * heads, "factor", "b is a times 1.5"),
         (one_token, "factor", "b is a times 1.5"),
         (lambda heads: heads.bfloat16().float(), "precision", "b was rounded to bfloat16"),
-        (lambda heads: heads * torch.arange(2).view(2, 1), "factor_per_unit", "0 to 1"),
+        (
+            lambda heads: heads * torch.arange(2).view(2, 1),
+            "factor_per_unit",
+            "8 of 16 units are zero in b",
+        ),
     ],
     ids=["swapped heads", "a factor", "one token", "rounded", "a lost head"],
 )
@@ -354,7 +358,7 @@ def test_targets_are_data_too() -> None:
     a, b = (Run(model, x, target, nn.MSELoss()) for target in targets)
     found = compare(a, b)
     assert found.first is not None
-    assert found.first.direction == "backward"
+    assert (found.first.direction, found.first.element) == ("forward", "loss")
     assert "data" in [kind.name for kind in found.first.kinds]
     (change,) = found.changes
     assert change.text.startswith("target differs in 24 of 24 values")
@@ -368,3 +372,165 @@ def test_a_kernel_that_was_transposed_is_named() -> None:
     first = compare(one, two, data=torch.randn(2, 3, 6, 6)).first
     assert first is not None
     assert first.kinds[0] == ("transposed", "weight is transposed: its axes 2 and 3 are swapped")
+
+
+def test_a_loss_that_is_computed_otherwise_is_a_difference() -> None:
+    """A function of the output is no part of the model, and its gradients may be the same."""
+    model, x, target = small(), torch.randn(6, 8), torch.randn(6, 4)
+
+    def louder(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target) + 1.0
+
+    plain = Run(model, x, target, nn.functional.mse_loss)
+    assert compare(plain, Run(model, x, target, nn.MSELoss())).agree
+    first = compare(plain, Run(model, x, target, louder)).first
+    assert first is not None
+    assert (first.layer, first.direction, first.element) == ("", "forward", "loss")
+    assert str(first).startswith("the loss")
+
+
+def test_a_mask_that_one_side_lacks_is_named() -> None:
+    class Masked(nn.Module):
+        def __init__(self, masks: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.masks = masks
+
+        def forward(self, x: Tensor) -> Tensor:
+            causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            found: Tensor = self.layer(x, src_mask=causal if self.masks else None)
+            return found
+
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    first = compare(Masked(True).eval(), Masked(False).eval(), data=x, loss="sum").first
+    assert first is not None
+    said = [kind.text for kind in first.kinds if kind.name == "mask"]
+    assert said, first
+    assert said[0].endswith("in a only")
+
+
+def test_nearly_zero_is_no_factor_and_few_tokens_are_counted() -> None:
+    grid = PositionGrid(torch.ones(1, 8, dtype=torch.bool), (0,))
+    values = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+    clamped = values.clamp(-1e-3, 1e-3)
+    found = kinds_of(RecordedRows(values, grid), RecordedRows(clamped, grid), 1e-6)
+    assert not found, "0.001 times a accounts for the difference, and not for what b is"
+    louder = values.clone()
+    louder[3] *= 1.2
+    found = kinds_of(RecordedRows(values, grid), RecordedRows(louder, grid), 1e-6)
+    assert [kind.text for kind in found] == ["b is a times 1.2, at 1 of 8 tokens"]
+    found = kinds_of(RecordedRows(values, None), RecordedRows(louder, None), 1e-6)
+    assert [kind.text for kind in found] == ["b is a times 1.2, at 1 of 8 samples"]
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Conv1d(2, 12, 3, padding=1), nn.Conv1d(12, 12, 3, padding=1)
+        self.norm, self.three = nn.GroupNorm(3, 12), nn.Conv1d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.three(self.norm(self.two(self.one(x).tanh())).tanh())
+        return found
+
+
+@pytest.mark.parametrize("length", [20, 12], ids=["", "as long as wide"])
+def test_positions_of_convolutions_are_tokens_and_channels_are_not(length: int) -> None:
+    x = torch.randn(3, 2, length, generator=torch.Generator().manual_seed(0))
+    later, wider = Convolutions(), Convolutions()
+
+    def louder_at_5(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return torch.where(torch.arange(length) == 5, 1.5 * output, output)
+
+    def louder_channel(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return torch.where((torch.arange(12) == 2)[:, None], 1.5 * output, output)
+
+    later.two.register_forward_hook(louder_at_5)
+    wider.two.register_forward_hook(louder_channel)
+    first = compare(Convolutions(), later, data=x, loss="sum").first
+    assert first is not None
+    assert (first.layer, first.token, first.kinds[0].name) == ("two", 5, "factor")
+    first = compare(Convolutions(), wider, data=x, loss="sum").first
+    assert first is not None
+    assert (first.layer, first.token, first.kinds[0].name) == ("two", 0, "factor_per_unit")
+    assert first.kinds[0].text.startswith("1 of 12 units have a factor of their own")
+
+
+def test_a_sample_that_differs_alone_is_named() -> None:
+    b = small()
+    b[0].register_forward_hook(lambda _, __, y: y * (1 + (torch.arange(len(y)) == 3))[:, None])
+    first = compare(small(), b, data=torch.randn(6, 8)).first
+    assert first is not None
+    assert (first.layer, first.row, first.token) == ("0", 3, None)
+    assert ", row 3 of the batch" in str(first)
+    assert "at 1 of 6 samples" in str(first)
+
+
+class Listening(nn.Module):
+    """An encoder of sounds, whose positions no token ids tell, and a decoder with token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sound = nn.Conv1d(4, 8, 3, stride=2, padding=1)
+        self.encoder = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_features: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        heard = self.encoder(self.sound(input_features).mT)
+        words = self.words(decoder_input_ids)
+        weights = (words @ heard.mT).softmax(-1)
+        found: Tensor = self.head(words + weights @ heard)
+        return found
+
+
+@pytest.mark.parametrize(("layer", "length"), [("encoder.1", 10), ("head", 6)])
+def test_positions_of_an_encoder_beside_token_ids_are_named(layer: str, length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = {
+        "input_features": torch.randn(2, 4, 20, generator=generator),
+        "decoder_input_ids": torch.randint(0, 20, (2, 6), generator=generator),
+    }
+    b = Listening()
+
+    def louder(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return torch.where((torch.arange(length) == 3)[:, None], 1.2 * output, output)
+
+    assert compare(Listening(), Listening(), data=data, loss="sum").agree
+    b.get_submodule(layer).register_forward_hook(louder)
+    found = compare(Listening(), b, data=data, loss="sum", tokenizer=_Numbers()).first
+    assert found is not None
+    assert (found.layer, found.token) == (layer, 3)
+    assert found.kinds[0].text.startswith("b is a times 1.2, at 2 of")
+    assert bool(found.text) == (layer == "head"), "sounds have no texts"
+
+
+class _Numbers:
+    def decode(self, ids: list[int]) -> str:
+        return f"<{ids[0]}>"
+
+
+class RootMeanSquare(nn.LayerNorm):
+    """A LayerNorm that forgets the mean, as a kernel might."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return found + self.bias
+
+
+def test_a_class_that_one_module_of_many_has_is_named() -> None:
+    def made(*kinds: type[nn.LayerNorm]) -> nn.Sequential:
+        torch.manual_seed(0)
+        parts = ((kind(8), nn.Linear(8, 8)) for kind in kinds)
+        return nn.Sequential(*(layer for part in parts for layer in part))
+
+    plain, x = nn.LayerNorm, torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    one = compare(made(plain, plain, plain), made(plain, RootMeanSquare, plain), data=x).first
+    assert one is not None
+    assert (one.layer, one.kinds[0].name) == ("2", "class")
+    assert one.kinds[0].text.endswith("RootMeanSquare in b")
+    all_ = compare(made(plain, plain), made(RootMeanSquare, RootMeanSquare), data=x).first
+    assert all_ is not None
+    assert "class" not in [kind.name for kind in all_.kinds], "a port has other classes"

@@ -136,7 +136,7 @@ def test_a_layer_that_is_skipped_is_named(turned: bool, loss: bool) -> None:
     assert (found.first.layer, found.first.seen_at) == ("blocks.1", "blocks.1.mlp.up")
     texts = [each.text for each in found.first.kinds]
     only = "b" if turned else "a"
-    assert f"just before it only {only} calls 'blocks.1.norm'" in texts
+    assert f"just before it only {only} runs 'blocks.1.norm'" in texts
     assert not [each for each in found.first.kinds if each.name in ("order", "missing_layer")]
 
 

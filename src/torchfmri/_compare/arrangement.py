@@ -1,10 +1,11 @@
 """Recognize values that both sides hold in another arrangement.
 
-`pairing` asks here for two tensors in orders in which they may agree (axes turned,
-rows of experts sorted, the experts of a token by number), and whether b keeps a weight transposed.
-Rows are sorted by one random projection, drawn with a fixed seed: both sides must use the same one,
-or equal rows would not meet. A square weight has the same shape when it is transposed, so
-`is_transposed` looks at the values too. Another arrangement to recognize is another `yield`.
+`pairing` asks here for two tensors in orders in which they may agree (rows of experts sorted, the
+experts of a token by number), and in which order b keeps the axes of a. Rows are sorted by one
+random projection, drawn with a fixed seed: both sides must use the same one, or equal rows would
+not meet. A square weight has the same shape when it is transposed, and a batch with as many rows as
+positions if time comes first, so the values are looked at too. Another arrangement to recognize is
+another `yield`.
 """
 
 from __future__ import annotations
@@ -17,32 +18,62 @@ from torch import Tensor
 
 from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.kinds import is_same
-from torchfmri._compare.recording import PARAMETERS, WHAT, RecordedPlace, RecordedRows
-from torchfmri._compare.side import Side
+from torchfmri._compare.recording import (
+    PARAMETERS,
+    WHAT,
+    Axes,
+    RecordedPlace,
+    RecordedRows,
+    relative,
+)
+from torchfmri._compare.side import Partners, Side
 
 _MOST_AXES = 4
+_ALIKE = 0.5
+"""Axes in another order count if the median row then differs by less than this, or, in equal
+shapes, by less than this share of what it differs by as it is."""
 
 
-def in_other_order(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace
-) -> Iterator[tuple[RecordedRows, RecordedRows]]:
+def axes_of(both: Partners) -> Axes:
+    """Return in which order b keeps the axes of a; empty if it keeps them alike, or if none fits.
+
+    An implementation may keep channels first or last, time before the batch, or a weight the other
+    way round, as Conv1D does. What the model itself returns in equal shapes is never turned.
+    """
+    if both.place.what == WHAT[PARAMETERS]:
+        return (1, 0) if _is_transposed(both) else ()
+    first, second = both.tensors
+    if first is None or second is None or not first.ndim == second.ndim <= _MOST_AXES:
+        return ()
+    if first.shape != second.shape:
+        orders = itertools.permutations(range(second.ndim))
+        known = [each for each in orders if second.permute(each).shape == first.shape]
+    else:
+        time_first = both.place.layer and first.ndim > 2 and len(set(first.shape[:2])) == 1
+        known = [(1, 0, *range(2, first.ndim))] if time_first and len(first) > 1 else []
+
+    def gap(axes: Axes) -> float:
+        one, two = both.rows(axes)
+        assert one is not None
+        assert two is not None
+        return float(relative(one.values, two.values).median())
+
+    best = min(known, key=gap, default=())
+    most = _ALIKE if first.shape != second.shape else _ALIKE * gap(()) if best else 0.0
+    return best if best and gap(best) < most else ()
+
+
+def in_other_order(both: Partners) -> Iterator[tuple[RecordedRows, RecordedRows]]:
     """Yield two tensors in orders in which they may agree though they do not agree as they are.
 
-    An implementation may keep channels first or last, may sort the rows of tokens by expert, and
-    may list the experts of a token, whose scores are nearly equal, in another order. What becomes
-    of each token is compared further on.
+    An implementation may sort the rows of tokens by expert, and may list the experts of a token,
+    whose scores are nearly equal, in another order. What becomes of each token is compared further
+    on.
     """
-    first, second = a.recording.tensor(place), b.recording.tensor(partner)
+    a, b, place, partner = both
+    first, second = both.tensors
     if first is None or second is None or place.what == WHAT[PARAMETERS]:
         return
-    if first.shape != second.shape and first.ndim == second.ndim <= _MOST_AXES:
-        for axes in itertools.permutations(range(second.ndim)):
-            turned = second.permute(axes)
-            if turned.shape == first.shape:
-                yield (
-                    a.recording.as_rows(first, place.what),
-                    a.recording.as_rows(turned, place.what),
-                )
     one, two = a.recording.as_rows(first, place.what), b.recording.as_rows(second, place.what)
     if one.values.shape != two.values.shape:
         return
@@ -73,14 +104,11 @@ def _chosen(side: Side, place: RecordedPlace, rows: RecordedRows) -> Tensor | No
     return None
 
 
-def is_transposed(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> bool:
+def _is_transposed(both: Partners) -> bool:
     """Whether a parameter is kept transposed in b, as the weight of a Conv1D is in a Linear."""
-    if place.what != WHAT[PARAMETERS]:
-        return False
-    shapes = [
-        each.shape if each is not None else ()
-        for each in (a.recording.value(place), b.recording.value(partner))
-    ]
+    a, b, place, partner = both
+    values = a.recording.value(place), b.recording.value(partner)
+    shapes = [() if each is None else each.shape for each in values]
     if len(shapes[0]) != 2 or shapes[0] != shapes[1][::-1]:
         return False
     held = [

@@ -55,19 +55,39 @@ def transposing_classes(
     return frozenset(classes for classes, count in votes.items() if count > 0)
 
 
-def causes_of(a: nn.Module, b: nn.Module, turned: Convention = frozenset()) -> list[Kind]:
+def replaced_classes(
+    a: Mapping[str, nn.Module], b: Mapping[str, nn.Module], names: Mapping[str, str]
+) -> Convention:
+    """Return which classes are others in b for a few modules only: not as a port has them.
+
+    Args:
+        a: The modules of one side by layer.
+        b: Those of the other.
+        names: Layer of a -> layer of b.
+    """
+    known = ((a.get(layer), b.get(partner)) for layer, partner in names.items())
+    counts = Counter((type(one), type(two)) for one, two in known if one and two)
+    pairs = (pair for pair in counts if pair[0] is not pair[1])
+    return frozenset(pair for pair in pairs if counts[pair[0], pair[0]] >= counts[pair])
+
+
+def causes_of(
+    a: nn.Module, b: nn.Module, turned: Convention, replaced: Convention = frozenset()
+) -> list[Kind]:
     """Return what differs between two modules, the surest cause first; empty if nothing does.
 
     Args:
         a: One module.
         b: Its partner.
         turned: Classes that keep their weights transposed in b.
+        replaced: Classes that are others in b for a few modules only.
     """
-    other_class = class_kind(a, b)
-    if other_class is not None:
+    other_class = class_kind(a, b, replaced)
+    if other_class is not None and not own_tensors(a) and next(a.children(), None) is None:
         return [other_class]
     tensors = dict(tensor_kinds(a, b, turned))
-    found = [*tensors.values(), *attribute_kinds(a, b)]
+    found = [other_class] if other_class is not None else []
+    found += [*tensors.values(), *attribute_kinds(a, b)]
     settings = setting_kinds(a, b)
     if any(each.text.startswith("config.model_type ") for each in settings):
         settings = []  # another architecture has settings of its own, and most explain nothing
@@ -94,15 +114,16 @@ def dropout_kinds(a: nn.Module, b: nn.Module) -> list[Kind]:
     return [Kind("mode", f"dropout is on in {only} only{inside}")]
 
 
-def class_kind(a: nn.Module, b: nn.Module) -> Kind | None:
+def class_kind(a: nn.Module, b: nn.Module, replaced: Convention = frozenset()) -> Kind | None:
     """Return the kind `class` if the two modules compute with different classes, else None.
 
     A port has other classes throughout. A module with parameters, or with layers inside it, is
-    compared by these instead.
+    compared by these instead, unless it is one of few of another class.
     """
     one, two = type(a), type(b)
     has_parts = bool(own_tensors(a)) or next(a.children(), None) is not None
-    if one is two or (one.__name__ != two.__name__ and has_parts):
+    is_port = has_parts and one.__name__ != two.__name__ and (one, two) not in replaced
+    if one is two or is_port:
         return None
     names = [f"{each.__module__}.{each.__name__}" for each in (one, two)]
     return Kind("class", f"it is a {names[0]} in a and a {names[1]} in b")

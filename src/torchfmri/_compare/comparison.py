@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchfmri._compare import pictures
 from torchfmri._compare.changes import Change
-from torchfmri._compare.difference import Difference, Pair, finite, spread_text
+from torchfmri._compare.difference import Difference, Pair, beyond_text, finite, spread_text
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
 from torchfmri._text import Column, Grid, listed, plural
@@ -60,11 +60,12 @@ class Comparison:
         changes: Sequence[Change],
         notes: Sequence[str],
         tokens: Sequence[str],
+        tolerance: float | None = None,
     ) -> None:
         self.pairs, self.differences = list(pairs), differences
         self.only_a, self.only_b = matching.only_a, matching.only_b
         self.changes, self.notes = list(changes), list(notes)
-        self._tokens = list(tokens)
+        self._tokens, self._tolerance = list(tokens), tolerance
 
     @property
     def first(self) -> Difference | None:
@@ -92,7 +93,10 @@ class Comparison:
         count = plural(len(self.pairs), "tensor")
         directions = [_SAID[each] for each in dict.fromkeys(pair.direction for pair in self.pairs)]
         if self.first is None:
-            said = f"no difference beyond noise in {count} ({', '.join(directions)})"
+            beyond = beyond_text(self._tolerance)
+            said = f"no difference{beyond} in {count} ({', '.join(directions)})"
+            if all(pair.worst == 0 for pair in self.pairs):
+                said += ": equal to the last bit"
             if self._nan:
                 said += f", but not all could be compared: {nonfinite_note(self._nan)}"
             told = [each for each in self.changes if each.name not in _EXPECTED]
@@ -116,7 +120,8 @@ class Comparison:
         return self.text()
 
     def _remarks(self) -> list[str]:
-        effect = "within noise" if self.first is None else "the models differ"
+        effect = "within noise" if self._tolerance is None else "within the tolerance"
+        effect = effect if self.first is None else "the models differ"
         said = [f"{effect}: {each}" for each in self.changes[:_MOST_CHANGES]]
         left = len(self.changes) - _MOST_CHANGES
         said += [f"{plural(left, 'more change')} in comparison.changes"] if left > 0 else []
@@ -201,9 +206,7 @@ class Comparison:
         Raises:
             InspectionError: There are no tokens to draw in that direction.
         """
-        return pictures.plot_difference(
-            self.pairs, self.differences.get(direction), direction, self._tokens, row, ax
-        )
+        return pictures.plot_difference(self, direction, row, ax)
 
     def plot_depth(self, direction: str = FORWARD, *, ax: Axes | None = None) -> Axes:
         """The difference and both sides' own spread from layer to layer: how rounding grows.
@@ -243,4 +246,5 @@ def nonfinite_note(pairs: Sequence[Pair]) -> str:
 def _name(pair: Pair) -> str:
     name = pair.place.layer or "the model"
     name += f" [{pair.place.element}]" if pair.place.element else ""
+    name = "the loss" if name == "the model [loss]" else name
     return f"{name} call {pair.place.call}" if pair.place.call else name

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._compare.grid import PositionGrid
-from torchfmri._compare.recording import RecordedPlace
+from torchfmri._compare.recording import Axes, RecordedPlace
 
 Floats = NDArray[np.float64]
 FACTOR = 5.0
@@ -44,8 +44,8 @@ class Pair:
     Attributes:
         direction: forward, backward or parameters.
         place: Where it is in a.
-        partner: Where it is in b; None where b has none.
         gaps: (row,) the relative difference in each row: of each token, where `grid` is known.
+        partner: Where it is in b; None where b has none.
         grid: What the rows are; None where they are no tokens.
         spread_a: The largest relative difference between a and a; nan where it was not measured.
         spread_b: That of b.
@@ -58,21 +58,23 @@ class Pair:
             than typical noise; else nan.
         nonfinite: "NaN" or "infinite" if both sides have such values in the same place, where they
             cannot be compared; else empty.
+        axes: In which order b has to take its axes to have those of a; empty if it has them.
     """
 
     direction: str
     place: RecordedPlace
-    partner: RecordedPlace | None
     gaps: Floats
-    grid: PositionGrid | None
-    spread_a: float
-    spread_b: float
-    threshold: float
-    largest: float
+    partner: RecordedPlace | None = None
+    grid: PositionGrid | None = None
+    spread_a: float = math.nan
+    spread_b: float = math.nan
+    threshold: float = 0.0
+    largest: float = math.nan
     reason: str = ""
     repeating: NDArray[np.bool_] | None = None
     alike: float = math.nan
     nonfinite: str = ""
+    axes: Axes = ()
 
     @property
     def worst(self) -> float:
@@ -118,6 +120,19 @@ class Pair:
         return np.where(self.gaps > 0, ratio, 0.0)
 
 
+def beyond_text(tolerance: float | None) -> str:
+    """What a difference has to be beyond to count, as the end of a noun."""
+    if tolerance is None:
+        return " beyond noise"
+    return f" of more than {tolerance:g}" if tolerance else ""
+
+
+def unit_text(tolerance: float | None) -> str:
+    """The unit in which pictures show differences."""
+    allowed = "noise explains" if tolerance is None else "was allowed"
+    return f"difference in units of what {allowed}"
+
+
 BRIGHTEST = "the brightest is NaN, infinite or on one side only"
 """What a picture says of infinite differences."""
 
@@ -140,8 +155,8 @@ class Difference:
         call: Which call of it.
         what: activations, gradients or parameter_gradients.
         element: The path of the tensor in a tuple or dict, or the name of the parameter.
-        row: Which row of the batch; None where rows are no tokens.
-        token: Which token of that row, counted from 0 without padding; None likewise.
+        row: Which row of the batch; None where rows are neither tokens nor samples.
+        token: Which token of that row, counted from 0 without padding; None without tokens.
         text: The text of the token, where it is known.
         relative: |a - b| there, divided by the larger of |a| and |b| (L2 over units).
         largest: The largest absolute difference of one value of that tensor.
@@ -192,10 +207,13 @@ class Difference:
         element = f" ({self.element})" if self.element and name else ""
         subject = f"the {name}{element}" if name else f"dL/d {self.element}"
         where = f"{subject} of {_named(self.seen_at)}"
+        where = "the loss" if (self.seen_at, self.element) == ("", "loss") else where
         where += f", call {self.call}" if self.call else ""
         if self.token is not None:
             said = f" {self.text!r}" if self.text else ""
             where += f", token {self.token}{said}" + (f" of row {self.row}" if self.row else "")
+        elif self.row is not None:
+            where += f", row {self.row} of the batch"
         if self.layer != self.seen_at:
             where += f"; it comes from {_named(self.layer)}"
         return where
@@ -206,9 +224,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """The difference as plain data, for JSON: numbers that are not finite are None."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        kinds = [{"name": each.name, "text": each.text} for each in self.kinds]
-        return dict(finite({**found, "kinds": kinds}))
+        return dict(finite({**vars(self), "kinds": [each._asdict() for each in self.kinds]}))
 
 
 def finite(data: Any) -> Any:

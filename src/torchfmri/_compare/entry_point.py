@@ -23,6 +23,7 @@ from torchfmri._compare.changes import changes_of
 from torchfmri._compare.comparison import Comparison, nonfinite_note
 from torchfmri._compare.difference import Difference, Kind, Pair
 from torchfmri._compare.explanation import explain
+from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.histories import compare_histories, histories_of
 from torchfmri._compare.matching import Matching, match_layers
 from torchfmri._compare.origin import Origin, origin_of
@@ -235,7 +236,7 @@ def _compared(
     changes = changes_of(one.run, two.run, matching.pairs)
     return Comparison(
         pairs=pairs, differences=differences, matching=matching, changes=changes, notes=notes,
-        tokens=texts,
+        tokens=texts, tolerance=tolerance,
     )  # fmt: skip
 
 
@@ -255,7 +256,12 @@ def _difference(
     later = own[at:] if value is None or value.shape else []
     told = next((each for each in later if each.differs and each.grid is not None), pair)
     index, place = _first_row(pair), _first_row(told)
-    row, token = told.grid.places[place] if told.grid is not None else (None, None)
+    row, token = index if len(pair.gaps) == one.recording.batch > 1 else None, None
+    if told.grid is not None:
+        row, token = told.grid.places[place]
+        if told.axes[:2] == (1, 0) and told.place in one.placed:
+            row, token = token, row  # a has time first, and b has the batch
+            place = told.grid.places.index((row, token))
     return Difference(
         direction=direction,
         layer=layer,
@@ -266,7 +272,7 @@ def _difference(
         element=pair.place.element,
         row=row,
         token=token,
-        text=texts[place] if told.grid is not None and place < len(texts) else "",
+        text=texts[place] if told.grid is not None and _has_texts(told.grid, texts, one) else "",
         relative=float(pair.gaps[index]),
         largest=pair.largest,
         spread_a=pair.spread_a,
@@ -276,6 +282,11 @@ def _difference(
         kinds=() if follows else explain(pair, origin, matching, one, two),
         reason=_reason(pair, own, float(pair.gaps[index]), one, two),
     )
+
+
+def _has_texts(grid: PositionGrid, texts: Sequence[str], side: Side) -> bool:
+    """Whether the texts are those of this grid; a second encoder has tokens of its own."""
+    return len(texts) == len(grid) and grid is side.recording.grids[0]
 
 
 def _reason(pair: Pair, own: Sequence[Pair], gap: float, one: Side, two: Side) -> str:

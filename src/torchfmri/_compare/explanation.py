@@ -15,6 +15,7 @@ from torchfmri._compare.causes import (
     causes_of,
     dropout_kinds,
     mode_kinds,
+    replaced_classes,
     tensor_kinds,
     tied_kinds,
     transposing_classes,
@@ -23,16 +24,10 @@ from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.difference import Kind, Pair
 from torchfmri._compare.kinds import kinds_of
-from torchfmri._compare.matching import (
-    Matching,
-    missing_layers,
-    other_order,
-    uncalled_before,
-    unmatched_before,
-)
+from torchfmri._compare.matching import Matching, alone_before, missing_layers, other_order
 from torchfmri._compare.origin import Origin
-from torchfmri._compare.recording import BACKWARD, FORWARD, rows_of_both
-from torchfmri._compare.side import Side
+from torchfmri._compare.recording import BACKWARD, FORWARD
+from torchfmri._compare.side import Partners, Side
 
 
 def explain(
@@ -61,17 +56,17 @@ def explain(
             Kind(each.name, str(each)) for each in changes_of(one.run, two.run, matching.pairs)
         ]
     elif pair.direction == FORWARD:
-        if not matching.doubt:
+        if not matching.doubt and modules_a and modules_b:
             found += missing_layers(modules_a, modules_b, matching, layer)
-        elif layer != pair.place.layer:
-            found += unmatched_before(one.recording, two.recording, matching, pair.place.layer)
         if layer != pair.place.layer:
             found += other_order(one.recording, two.recording, matching, layer)
-        found += uncalled_before(one.recording, two.recording, matching, pair.place, layer)
+        if not any(side.run is not None and side.run.hidden for side in (one, two)):
+            found += alone_before(one.recording, two.recording, matching, pair.place, layer)
     if layer in modules_a and partner in modules_b:
         others = {each: matching.pairs[each] for each in matching.pairs if each != layer}
         turned = transposing_classes(modules_a, modules_b, others)
-        found += causes_of(modules_a[layer], modules_b[partner], turned)
+        replaced = replaced_classes(modules_a, modules_b, matching.pairs)
+        found += causes_of(modules_a[layer], modules_b[partner], turned, replaced)
         modes = mode_kinds(modules_a[layer], modules_b[partner])
         found += modes or dropout_kinds(modules_a[layer], modules_b[partner])
         found += _uncalled_kinds(layer, matching, one, two)
@@ -79,7 +74,7 @@ def explain(
         found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
     found += origin.kinds
     if pair.partner is not None and not any(each.name != "mask" for each in origin.kinds):
-        a, b = rows_of_both(one.recording, two.recording, pair.place, pair.partner)
+        a, b = Partners(one, two, pair.place, pair.partner).rows(pair.axes)
         if a is not None and b is not None:
             dtypes = {one.recording.dtype(pair.place), two.recording.dtype(pair.partner)}
             found += kinds_of(a, b, pair.threshold, dtypes)

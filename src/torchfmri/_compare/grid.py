@@ -10,6 +10,7 @@ embeddings may be extended at the top.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,11 +34,13 @@ class PositionGrid:
         kept: (b, s) True where a position is a token.
         order: Row i of the reference is row `order[i]` of this batch.
         ids: (b, s) the token numbers; None where the batch has none.
+        channels_first: Whether (b, w, s) has its positions last, as convolutions return them.
     """
 
     kept: Tensor
     order: tuple[int, ...]
     ids: Tensor | None = None
+    channels_first: bool = False
 
     def __len__(self) -> int:
         return int(self.kept.sum())
@@ -72,6 +75,8 @@ class PositionGrid:
         b, s = self.kept.shape
         if tensor.is_nested:
             return None
+        if self.channels_first and tensor.ndim == 3 and tensor.shape[::2] == (b, s):
+            tensor = tensor.mT
         if tensor.ndim >= 3 and tuple(tensor.shape[:2]) == (1, s) and b > 1:
             tensor = tensor.expand(b, *tensor.shape[1:])  # one for all rows, such as rotations
         aligned = TokenMask(self.kept).align(tensor)
@@ -104,17 +109,37 @@ def grids_of(data: Any) -> list[PositionGrid]:
     return list(found.values())
 
 
-def grids_seen(inspection: Inspection, rows: int) -> list[PositionGrid]:
-    """Return the grid that most outputs (b, s, w) have, for a model that reads no token ids."""
-    counts = Counter(
-        value.shape[:2]
-        for call in inspection.calls()
+def grids_seen(
+    inspection: Inspection, rows: int, known: Sequence[PositionGrid]
+) -> list[PositionGrid]:
+    """Return the grid that most outputs have of those of another length than the known ones.
+
+    A model may read no token ids, or have an encoder of images or sounds beside them. Outputs are
+    (b, s, w), or (b, w, s) where a convolution returns that shape.
+    """
+    calls = inspection.calls()
+    if known and any(call.index for call in calls):  # generation has outputs of many lengths
+        return []
+    outputs = [
+        (_channels_first(inspection[call.layer].kind), value.shape)
+        for call in calls
         for value in call.values("activations")
         if value is not None and len(value.shape) == 3 and value.shape[0] == rows
-    )
+    ]
+    turned = {shape for first, shape in outputs if first}
+    counts = Counter((shape[2 if shape in turned else 1], shape in turned) for _, shape in outputs)
+    lengths = {1, *(grid.kept.shape[1] for grid in known)} if known else set()
     return [
         PositionGrid(
-            kept=torch.ones(shape, dtype=torch.bool, device="cpu"), order=tuple(range(rows))
+            kept=torch.ones(rows, length, dtype=torch.bool, device="cpu"),
+            order=tuple(range(rows)),
+            channels_first=first,
         )
-        for shape, _ in counts.most_common(1)
-    ]
+        for (length, first), _ in counts.most_common()
+        if length not in lengths
+    ][:1]
+
+
+def _channels_first(kind: str) -> bool:
+    """Whether modules of this class take their second axis for channels."""
+    return kind.startswith(("Conv", "BatchNorm", "InstanceNorm", "GroupNorm"))

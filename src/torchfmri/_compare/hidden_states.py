@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfmri._arguments import check_path, is_list, is_whole, require
 from torchfmri._compare.matching import EXPORTED, EXPORTED_MODEL
+from torchfmri._compare.run import kept_value
 from torchfmri._files import list_names, map_file, parse_tensors, printable, size_of
-from torchfmri._records import Call, Inspection, Record, Value, tensor_of
+from torchfmri._records import Call, Inspection, Record, tensor_of
 from torchfmri.exceptions import FileFormatError
 
 _ENDING = ".safetensors"
@@ -33,10 +34,7 @@ class _Request(NamedTuple):
 
 
 def import_hidden_states(
-    folder: str | PathLike[str],
-    tokenizer: Any = None,
-    *,
-    layers: Sequence[int | str] | None = None,
+    folder: str | PathLike[str], tokenizer: Any = None, *, layers: Sequence[int | str] | None = None
 ) -> Inspection:
     """Read hidden states that vLLM or another engine exported, as an inspection (activations).
 
@@ -82,9 +80,7 @@ def _inspection(
     for order, (name, tensor) in enumerate(zip(names, states, strict=True)):
         record = Record(name, "exported", frozenset({"activations"}))
         call = Call(name, 0, order)
-        value = Value("", tensor, nn.Module, None)
-        value.keep(tensor)
-        call._values["activations", ""] = value
+        call._values["activations", ""] = kept_value("", tensor)
         record.calls.append(call)
         records[name] = record
     inspection = Inspection(EXPORTED_MODEL, records)

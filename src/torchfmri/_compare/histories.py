@@ -97,6 +97,7 @@ def compare_histories(
         gaps=gaps,
         allowed=allowed,
         first=first,
+        tolerance=tolerance,
         notes=[
             *resumed,
             *_nonfinite(one[0], two[0], common),
@@ -195,13 +196,15 @@ def _table(history: History, common: _Common) -> RunTable:
         known = [(at, place) for at, place in enumerate(places) if place < len(step.table)]
         if known:
             values[row, [at for at, _ in known]] = step.table[[place for _, place in known]]
-        ratios = step.update_ratios
+        # What was seen and is NaN is something else than what was not seen.
+        ratios = {name: _seen(ratio) for name, ratio in step.update_ratios.items()}
         updates[row] = [ratios.get(name, math.nan) for name in common.updated]
-        # A loss of NaN that was seen is something else than one that was not.
-        loss[row] = step.loss if step.has_loss and not math.isnan(step.loss) else (
-            math.inf if step.has_loss else math.nan
-        )  # fmt: skip
+        loss[row] = _seen(step.loss) if step.has_loss else math.nan
     return RunTable(values, updates, loss)
+
+
+def _seen(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _gaps(a: RunTable, b: RunTable, kinds: Sequence[str]) -> Floats:

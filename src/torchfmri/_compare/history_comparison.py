@@ -10,15 +10,16 @@ sum.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchfmri._compare.difference import BRIGHTEST, drawable, finite
-from torchfmri._records import Finding, Floats, History, Series
+from torchfmri._compare.difference import BRIGHTEST, beyond_text, drawable, finite, unit_text
+from torchfmri._records import UPDATES, Finding, Floats, History, Series
 from torchfmri._scan import layer_bands
 from torchfmri._text import Column, Grid, plural
 from torchfmri.exceptions import InspectionError
@@ -74,8 +75,11 @@ class StepDifference:
         return f"step {self.step}: {of}"
 
     def __str__(self) -> str:
+        if math.isinf(self.relative):
+            return f"{self.place()}: {self.reason}"
+        of = "" if self.what in ("loss", UPDATES) else " of the rms"
         return (
-            f"{self.place()}: {self.reason} (they differ by {self.relative:.1e}, allowed "
+            f"{self.place()}: {self.reason} (they differ by {self.relative:.1e}{of}, allowed "
             f"{self.allowed:.1e}, before {self.before:.1e})"
         )
 
@@ -102,6 +106,7 @@ class HistoryComparison:
         allowed: (step, series) what noise explains.
         first: The first step, layer and what beyond that; None where there is none.
         notes: What to know about the comparison.
+        tolerance: The relative difference that was allowed instead of noise; None without one.
 
     Examples:
         >>> import torch, torchfmri
@@ -127,6 +132,7 @@ class HistoryComparison:
     allowed: Floats
     first: StepDifference | None
     notes: list[str]
+    tolerance: float | None = None
 
     @property
     def agree(self) -> bool:
@@ -136,7 +142,10 @@ class HistoryComparison:
     def summary(self) -> str:
         """The result in a sentence."""
         if self.first is not None:
-            return f"the runs part at {self.first}"
+            before = self.gaps[: self.steps.index(self.first.step)]
+            same = before.size and not np.nan_to_num(before).any()
+            equal = "; all steps before are equal to the last bit" if same else ""
+            return f"the runs part at {self.first}{equal}"
         # A sum of gradients that cancel is nothing but rounding: it may differ by any amount.
         known = self.gaps[np.isfinite(self.gaps) & np.isfinite(self.allowed)]
         worst = float(known.max(initial=0.0))
@@ -144,7 +153,10 @@ class HistoryComparison:
         size = "equal to the last bit" if worst == 0 else rounding
         count, most = len(self.steps), max(len(self.a), len(self.b))
         of = plural(count, "step") if count == most else f"the {count} of {most} steps in common"
-        return f"no step parts beyond noise in {of}: {size}"
+        parts = "no step parts beyond noise"
+        if self.tolerance is not None:
+            parts = f"no step differs{beyond_text(self.tolerance).replace(' of', ' by')}"
+        return f"{parts} in {of}: {size}"
 
     def __repr__(self) -> str:
         return f"<HistoryComparison: {self.summary()}>"
@@ -157,13 +169,40 @@ class HistoryComparison:
         kinds = list(dict.fromkeys(each.what for each in self.series))
         rows = [self._first_of(what) for what in kinds]
         columns = [
-            Column("first step", [_text(row.step, "d") for row in rows], 5),
+            Column("first step", list(map(self._step_text, kinds, rows)), 5),
             Column("there", [row.layer or "" for row in rows], 4, right=False),
             Column("difference then", [_text(row.difference, ".1e") for row in rows], 3),
             Column("at the last step", [_text(row.last, ".1e") for row in rows], 2),
         ]
-        grid = Grid(self.summary(), "what", kinds, columns, [*self.notes, *self._findings()])
-        return grid.text()
+        notes = [*self.notes, *self._following(kinds, rows), *self._findings()]
+        return Grid(self.summary(), "what", kinds, columns, notes).text()
+
+    def _largest(self, what: str) -> float:
+        """The largest difference of one kind of number in any step; nan if there are no values."""
+        gaps = self.gaps[:, [at for at, each in enumerate(self.series) if each.what == what]]
+        return float(np.fmax.reduce(gaps, axis=None, initial=math.nan))
+
+    def _step_text(self, what: str, row: _KindOfNumber) -> str:
+        """The first step that parts, or why there is none."""
+        if row.step is not None:
+            return str(row.step)
+        within = "within noise" if self.tolerance is None else "within the tolerance"
+        within = "follows" if self._follows(what, row) else within
+        largest = self._largest(what)
+        return "no values" if math.isnan(largest) else within if largest else "equal"
+
+    def _follows(self, what: str, row: _KindOfNumber) -> bool:
+        """Whether it differs by more than rounding, and no more than what came before explains."""
+        alone = self.first is not None and row.step is None
+        return alone and self.first is not None and self._largest(what) > self.first.allowed
+
+    def _following(self, kinds: Sequence[str], rows: Sequence[_KindOfNumber]) -> Iterator[str]:
+        for what, row in zip(kinds, rows, strict=True):
+            if self._follows(what, row):
+                yield (
+                    f"{what.replace('_', ' ')} differ by up to {self._largest(what):.1e}, which "
+                    "follows from gradients that differ: no step of their own is named"
+                )
 
     def _first_of(self, what: str) -> _KindOfNumber:
         columns = [at for at, each in enumerate(self.series) if each.what == what]
@@ -176,7 +215,8 @@ class HistoryComparison:
         if not len(rows):
             return _KindOfNumber(None, None, None, last)
         row = int(rows[0])
-        place = int(np.flatnonzero(beyond[row])[0])
+        # Gradients arrive at the last layer first.
+        place = int(np.flatnonzero(beyond[row])[-1 if what == "gradients" else 0])
         layer = self.series[columns[place]].layer
         return _KindOfNumber(self.steps[row], layer, float(gaps[row, place]), last)
 
@@ -194,9 +234,7 @@ class HistoryComparison:
         found = {
             "agree": self.agree,
             "steps": [self.steps[0], self.steps[-1]],
-            "first": None
-            if first is None
-            else {name: getattr(first, name) for name in first.__dataclass_fields__},
+            "first": None if first is None else dict(vars(first)),
             "kinds": {
                 what: self._first_of(what)._asdict()
                 for what in dict.fromkeys(each.what for each in self.series)
@@ -242,13 +280,17 @@ class HistoryComparison:
             mark = (names.index(first.layer), self.steps.index(first.step))
         count = len(self.steps)
         no = np.zeros(count, bool)
-        subject = "Where two training runs part" if said else "No difference beyond noise"
+        subject = (
+            "Where two training runs part"
+            if said
+            else f"No difference{beyond_text(self.tolerance)}"
+        )
         return Brain(
             bands=layer_bands(names, "kind"),
             values=drawable(values),
             remark=BRIGHTEST if np.isinf(values).any() else "",
             tokens=TokenTrack([""] * count, np.full(count, np.nan), no, no),
-            metric="difference in units of what noise explains",
+            metric=unit_text(self.tolerance),
             normalise="global",
             title=f"{subject}: {what.replace('_', ' ')}",
             subtitle=f"first: {said}{' (the ring)' if mark else ''}" if said else "",
@@ -313,7 +355,7 @@ class HistoryComparison:
 
 
 def _text(value: float | None, form: str) -> str:
-    return "none" if value is None else format(value, form)
+    return "" if value is None else format(value, form)
 
 
 def _stride(count: int) -> int:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.recording import RecordedRows, relative
-from torchfmri._text import apart
+from torchfmri._text import apart, plural
 
 _EXPLAINED = 0.02
 """A change explains a difference if it leaves no more than this share of it..."""
@@ -64,32 +64,32 @@ def kinds_of(
     one, two = one.masked_fill(bad[0], 0), two.masked_fill(bad[1], 0)
     found = _position_kinds(a, gaps > threshold)
     differing = gaps > threshold
-    tests: tuple[Callable[[Tensor, Tensor, float], Kind | None], ...] = (
-        _factor,
-        _permutation,
-        _shift,
-        _factor_per_unit,
-        _factor_per_token,
-    )
     shifted = _shifted_positions(a, b, threshold)
     if shifted is not None:
         return [shifted]
     if differing.any() and (zero := _zero(one[differing], two[differing])) is not None:
         return [zero, *found]
-    rows = differing if int(differing.sum()) >= _TOKENS else torch.ones_like(differing)
-    for test in tests:
+    rows = differing if differing.any() else torch.ones_like(differing)
+    noun, count = "token" if a.grid is not None else "sample", int(rows.sum())
+    for test in (_factor, _permutation, _shift, _factor_per_unit, _factor_per_token):
         kind = test(one[rows], two[rows], unit)
         if kind is not None:
-            return [kind, *found]
+            text = kind.text.replace("token", noun)
+            few = f", at {count} of {plural(len(rows), noun)}" if 2 * count < len(rows) else ""
+            return [Kind(kind.name, text + few), *found]
     precision = _precision(one[rows], two[rows]) if len(dtypes) == 1 else None
     return found if precision is None else [precision, *found]
 
 
 def _explains(one: Tensor, two: Tensor, explained: Tensor, unit: float) -> bool:
-    """Whether `explained` accounts for a difference, but for what rounding leaves of it."""
-    left, gap = (two - explained).norm(), (two - one).norm().clamp_min(1e-300)
-    rounding = min(unit * float(two.norm()), _MOST_LEFT * float(gap))
-    return float(left) <= max(_EXPLAINED * float(gap), rounding)
+    """Whether `explained` accounts for a difference, but for what rounding leaves of it.
+
+    It has to account for b as well: where b is nearly zero, nearly zero times a is no reason.
+    """
+    left, gap = (two - explained).norm(), float((two - one).norm().clamp_min(1e-300))
+    size = float(two.norm())
+    rounding = min(unit * size, _MOST_LEFT * gap)
+    return float(left) <= max(_EXPLAINED * min(gap, size), rounding)
 
 
 def _zero(one: Tensor, two: Tensor) -> Kind | None:
@@ -100,11 +100,21 @@ def _zero(one: Tensor, two: Tensor) -> Kind | None:
     return None
 
 
+def _factors(one: Tensor, two: Tensor, unit: float, dim: int | None) -> Tensor | None:
+    """Return the factors that explain b: one, or one for each row or unit; None if none do."""
+    squares, products = one.square(), one * two
+    if dim is None:
+        factors = products.sum() / squares.sum().clamp_min(1e-300)
+    else:
+        factors = products.sum(dim, keepdim=True) / squares.sum(dim, keepdim=True).clamp_min(1e-300)
+    return factors.flatten() if _explains(one, two, factors * one, unit) else None
+
+
 def _factor(one: Tensor, two: Tensor, unit: float) -> Kind | None:
-    factor = float((one * two).sum() / one.square().sum().clamp_min(1e-300))
-    if one.numel() < _TOKENS or not factor or not _explains(one, two, factor * one, unit):
+    factor = _factors(one, two, unit, None)
+    if one.numel() < _TOKENS or factor is None or not factor:
         return None
-    return Kind("factor", f"b is a times {apart(factor, 1.0)[0]}")
+    return Kind("factor", f"b is a times {apart(float(factor), 1.0)[0]}")
 
 
 def _shift(one: Tensor, two: Tensor, unit: float) -> Kind | None:
@@ -121,30 +131,26 @@ def _shift(one: Tensor, two: Tensor, unit: float) -> Kind | None:
 
 
 def _factor_per_unit(one: Tensor, two: Tensor, unit: float) -> Kind | None:
-    if len(one) < _TOKENS or one.shape[1] < _TOKENS:
+    factors = _factors(one, two, unit, 0)
+    if len(one) < _TOKENS or one.shape[1] < _TOKENS or factors is None:
         return None
-    factors = (one * two).sum(0) / one.square().sum(0).clamp_min(1e-300)
-    if not _explains(one, two, one * factors, unit):
-        return None
-    low, high = apart(float(factors.min()), float(factors.max()))
-    return Kind(
-        "factor_per_unit",
-        f"each unit has a factor of its own, {low} to {high}, as of the weight of a norm",
-    )
+    changed = (factors - 1).abs() > _EXPLAINED * float((factors - 1).abs().max())
+    count = f"{int(changed.sum())} of {len(factors)} units"
+    if not factors[changed].any():
+        return Kind("factor_per_unit", f"{count} are zero in b")
+    low, high = apart(float(factors[changed].min()), float(factors[changed].max()))
+    said = "each unit has a factor" if changed.all() else f"{count} have a factor"
+    text = f"{said} of its own, {low} to {high}, as of the weight of a norm"
+    return Kind("factor_per_unit", text if changed.all() else text.replace("its own", "their own"))
 
 
 def _factor_per_token(one: Tensor, two: Tensor, unit: float) -> Kind | None:
-    if one.shape[1] < 2 * _TOKENS:
-        return None
-    factors = (one * two).sum(1) / one.square().sum(1).clamp_min(1e-300)
-    if not _explains(one, two, one * factors[:, None], unit):
+    factors = _factors(one, two, unit, 1)
+    if one.shape[1] < 2 * _TOKENS or factors is None:
         return None
     low, high = apart(float(factors.min()), float(factors.max()))
-    return Kind(
-        "factor_per_token",
-        f"each token has a factor of its own, {low} to {high}, "
-        "as of another epsilon in a norm or another normalisation",
-    )
+    text = f"each token has a factor of its own, {low} to {high}, as of another epsilon in a norm"
+    return Kind("factor_per_token", f"{text} or another normalisation")
 
 
 def _permutation(one: Tensor, two: Tensor, unit: float) -> Kind | None:
@@ -152,12 +158,8 @@ def _permutation(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     tokens, units = one.shape
     if units < 2 or tokens < _TOKENS:
         return None
-    sums = (
-        torch.rand(
-            tokens, generator=torch.Generator().manual_seed(0), dtype=one.dtype, device="cpu"
-        )
-        + 0.5
-    )
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.rand(tokens, generator=generator, dtype=one.dtype, device="cpu") + 0.5
     order_one, order_two = (sums @ one).argsort(), (sums @ two).argsort()
     source = torch.empty_like(order_one)
     source[order_two] = order_one
@@ -187,7 +189,7 @@ def _precision(one: Tensor, two: Tensor) -> Kind | None:
     A small difference without a pattern is no evidence of that: many mistakes look like it.
     """
     gap = float((two - one).norm() / one.norm().clamp_min(1e-300))
-    for dtype in (torch.bfloat16, torch.float16):  # the coarser first
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16):
         rounded = [bool(torch.equal(each.to(dtype).double(), each)) for each in (one, two)]
         if rounded[0] == rounded[1] or gap > _MOST_UNITS * torch.finfo(dtype).eps:
             continue
@@ -293,8 +295,7 @@ def _nonfinite(name: str, x: Tensor, y: Tensor) -> Kind | None:
     if counts[0] == counts[1]:
         return Kind("parameter", f"{name} differs, and has {counts[0]:,} NaN or infinite values")
     return Kind(
-        "nonfinite",
-        f"{name} has {counts[0]:,} NaN or infinite values in a and {counts[1]:,} in b",
+        "nonfinite", f"{name} has {counts[0]:,} NaN or infinite values in a and {counts[1]:,} in b"
     )
 
 

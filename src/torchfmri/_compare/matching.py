@@ -1,10 +1,10 @@
 """Match the layers of both sides: `match_layers` returns a `Matching`.
 
 `entry_point` calls it before any tensor is compared; `explanation` asks here for layers that only
-one side has. The ways to match are tried from certain to doubtful: the user's names, equal names,
-ends of names, then, while less than half have a partner, weights and finally order and shape. A
-later way must not touch pairs of an earlier one. Each way that guesses puts a sentence into `doubt`
-for the user, since a wrong pair looks like a difference.
+one side has. The ways to match are tried from certain to doubtful: the user's names, equal names
+(`lists` moves the numbers in lists first), ends of names, then, while less than half have a
+partner, weights and finally order and shape. A later way must not touch pairs of an earlier one.
+Each way that guesses puts a sentence into `doubt`, since a wrong pair looks like a difference.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from torchfmri._compare.causes import own_tensors
 from torchfmri._compare.difference import Kind
+from torchfmri._compare.lists import match_lists
 from torchfmri._compare.recording import FORWARD, RecordedPlace, Recording
 from torchfmri._compare.side import Side
 from torchfmri._compare.weights import match_by_place, match_by_weights, parameter_shapes
@@ -59,20 +60,22 @@ def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Match
     layers_a, layers_b = a.layers, b.layers
     given = _given(names or {}, layers_a, layers_b)
     taken = set(given.values())
-    same = {each: each for each in layers_a if each in set(layers_b) - taken and each not in given}
-    pairs = given | same
+    known, free = match_lists(one, two), set(layers_b) - taken
+    named = [each for each in layers_a if known.get(each) in free and each not in given]
+    moved = {each: known[each] for each in named if known[each] != each}
+    pairs = given | {each: known[each] for each in named}
     by_ending = _by_ending(_without(layers_a, pairs), _without(layers_b, pairs.values()))
     pairs |= by_ending
-    doubts = []
+    doubts = [_doubt(moved, "in the order of their list")] if moved else []
     kept = {each: pairs[each] for each in _credible(pairs, given, one, two)}
-    if len(kept) < len(pairs) or _are_few(pairs, layers_a, layers_b):
+    if moved or len(kept) < len(pairs) or _are_few(pairs, layers_a, layers_b):
         rest = _without(layers_a, kept), _without(layers_b, kept.values())
         by_weights = match_by_weights(one.modules, two.modules, rest, kept)
         known = kept | by_weights
         by_place = match_by_place(one.modules, two.modules, (layers_a, layers_b), known)
-        if by_weights and len(known) + len(by_place) >= len(pairs):
+        if (moved or by_weights) and len(known) + len(by_place) >= len(pairs):
             pairs = known | by_place
-            doubts.append(_doubt(by_weights, "by their weights"))
+            doubts += [_doubt(by_weights, "by their weights")] if by_weights else []
             doubts += [_doubt(by_place, "by place and shape")] if by_place else []
     by_ending = {each: pairs[each] for each in by_ending if pairs.get(each) == by_ending[each]}
     doubts[:0] = [_doubt(by_ending, "by the end of the name")] if by_ending else []
@@ -100,26 +103,15 @@ def _credible(
 ) -> list[str]:
     """Return the layers of a whose partner by name can be the same layer.
 
-    The numbers in a Sequential are places and no names: one layer more moves all that follow. Other
-    names are doubted only if more than half of them mean other layers.
+    Names are doubted only if more than half of them mean other layers.
     """
     wrong = {
         each
         for each, other in pairs.items()
         if each not in given and not _fit(one.modules.get(each), two.modules.get(other))
     }
-    if 2 * len(wrong) <= len(pairs):
-        parents = {_parent(each) for each in wrong if _is_numbered(each)}
-        wrong = {each for each in pairs if _is_numbered(each) and _parent(each) in parents}
+    wrong = wrong if 2 * len(wrong) > len(pairs) else set()
     return [each for each in pairs if each in given or each not in wrong]
-
-
-def _is_numbered(layer: str) -> bool:
-    return layer.rpartition(".")[2].isdigit()
-
-
-def _parent(layer: str) -> str:
-    return layer.rpartition(".")[0]
 
 
 def _fit(one: nn.Module | None, two: nn.Module | None) -> bool:
@@ -185,33 +177,10 @@ def other_order(a: Recording, b: Recording, matching: Matching, layer: str) -> I
             return
 
 
-def unmatched_before(a: Recording, b: Recording, matching: Matching, layer: str) -> Iterator[Kind]:
-    """Yield which layers without partners stand just before a layer: one of them may be the cause.
-
-    Args:
-        a: One side.
-        b: The other.
-        matching: Which layers are partners.
-        layer: The layer of a whose tensor is the first to differ.
-    """
-    said = []
-    for name, side, alone, at in (
-        ("a", a.layers, matching.only_a, layer),
-        ("b", b.layers, matching.only_b, matching.pairs.get(layer, layer)),
-    ):
-        before = side[: side.index(at)] if at in side else []
-        known = max((i for i, each in enumerate(before) if each not in alone), default=-1)
-        if between := before[known + 1 :]:
-            said.append(f"{listed(between)} in {name}")
-    if said:
-        text = f"just before it run layers without a partner: {', '.join(said)}"
-        yield Kind("unmatched_layers", text)
-
-
-def uncalled_before(
+def alone_before(
     a: Recording, b: Recording, matching: Matching, place: RecordedPlace, layer: str
 ) -> Iterator[Kind]:
-    """Yield which layers only one side calls just before the first difference.
+    """Yield which layers only one side runs just before the first difference: a likely cause.
 
     Args:
         a: One side.
@@ -221,23 +190,26 @@ def uncalled_before(
         layer: The layer of a that the difference comes from.
     """
     back = {other: one for one, other in matching.pairs.items()}
-    partner = matching.pairs[place.layer]
-    for only, side, other, names, seen in (
-        ("a", a, b, matching.pairs, place.layer), ("b", b, a, back, partner),
+    theirs, around_b = (matching.pairs.get(each, each) for each in (place.layer, layer))
+    doubtful = bool(matching.doubt) and layer != place.layer
+
+    for only, side, other, names, seen, around in (
+        ("a", a, b, matching.pairs, place.layer, layer), ("b", b, a, back, theirs, around_b),
     ):  # fmt: skip
         calls = [(each.layer, each.call) for each in side.places(FORWARD)]
         before = calls[: calls.index((seen, place.call))] if (seen, place.call) in calls else []
-        found = []
+        found: list[str] = []
         for each, call in reversed(before):
             name = names.get(each, each)
-            if name not in other.inspection or call < len(other.inspection[name].calls):
+            calls_of_other = other.inspection[name].calls if name in other.inspection else None
+            uncalled = calls_of_other is not None and call >= len(calls_of_other)
+            if not (uncalled or (doubtful and each not in names)):
                 break
             found.append(each)
-        around = layer if only == "a" else matching.pairs.get(layer, layer)
         if seen == around:
             found = [each for each in found if not around or each.startswith(f"{around}.")]
         if found:
-            text = f"just before it only {only} calls {listed(list(dict.fromkeys(found[::-1])))}"
+            text = f"just before it only {only} runs {listed(list(dict.fromkeys(found[::-1])))}"
             yield Kind("unmatched_layers", text)
 
 
@@ -255,8 +227,9 @@ def _given(names: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> dict
     for side, known, wanted in (("a", a, names.keys()), ("b", b, names.values())):
         absent = [each for each in wanted if each not in known]
         if absent:
+            said = f"{{{absent[0]!r}: ...}}" if side == "a" else f"{{...: {absent[0]!r}}}"
             raise InspectionError(
-                f"names={{{absent[0]!r}: ...}}: {side} has no such layer, only {listed(known)}. "
+                f"names={said}: {side} has no such layer, only {listed(known)}. "
                 "Map layers of a to layers of b."
             )
     twice = [each for each, count in Counter(names.values()).items() if count > 1]

@@ -52,7 +52,7 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
         names: Layer of a -> layer of b.
     """
     layer = pair.place.layer
-    if a.run is None or b.run is None or a.is_compiled or b.is_compiled:
+    if a.run is None or b.run is None:
         return Origin(layer)
     if pair.direction == FORWARD:
         around = [each for each in _around(layer) if each in names]
@@ -152,7 +152,7 @@ def _returned(run: Run) -> dict[tuple[str, int], _Returned]:
                 found[layer, call] = _Returned(could=could, has=has)
 
             stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
-        record(run, layers=[next(iter(named_layers(run.model)))])
+        record(run, layers=[next(iter(named_layers(run.model)))], eager=True)
     return found
 
 
@@ -168,7 +168,7 @@ def _taken(side: Side, layer: str) -> set[str]:
     module = named_layers(side.run.model)[layer]
     with whole_restorations(), ExitStack() as stack:
         stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
-        record(side.run, layers=[layer])
+        record(side.run, layers=[layer], eager=True)
     return found
 
 
@@ -212,10 +212,17 @@ class _Given:
                 return True
         return False
 
-    def tables(self, several: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return tensors as rows."""
+    def differ(self, several: tuple[Tensor, ...], pair: Pair) -> bool:
+        """Whether the tensors of one path differ, also with the axes of b in the order of a."""
+        return self._differ(several, pair) and not (
+            len(pair.axes) == several[2].ndim > 2
+            and not self._differ((*several[:2], *(x.permute(pair.axes) for x in several[2:])), pair)
+        )
+
+    def _differ(self, several: tuple[Tensor, ...], pair: Pair) -> bool:
         both = zip(self.recorded, several, strict=True)
-        return [side.as_rows(each, self.what).values for side, each in both]
+        tables = [side.as_rows(each, self.what).values for side, each in both]
+        return len({each.shape for each in tables}) == 1 and _differs(tables, pair)
 
     def mask_kinds(self, layer: str, pair: Pair) -> Iterator[Kind]:
         """Yield the kind `mask` if a layer is given another mask; inputs leave masks out."""
@@ -223,19 +230,22 @@ class _Given:
         if layer not in self.layers or one.layout != two.layout:
             return
         given = self.at(layer, pair)
-        for path, mask in given[0].items() if given else ():
-            other = given[2].get(path)
-            if "mask" not in path or other is None:
-                continue
-            if (mask.dtype, mask.shape) == (other.dtype, other.shape) and not is_same(mask, other):
+        masks = [{p: x for p, x in each.items() if _is_mask(p, x)} for each in given[::2]]
+        for path in dict.fromkeys([*masks[0], *masks[1]] if masks else ()):
+            mask, other = masks[0].get(path), masks[1].get(path)
+            if mask is None or other is None:
+                only = "b" if mask is None else "a"
+                yield Kind("mask", f"{layer!r} is given {path!r} in {only} only")
+            elif (mask.dtype, mask.shape) == (other.dtype, other.shape) and not is_same(
+                mask, other
+            ):
                 count = f"{int((mask != other).sum()):,} of {mask.numel():,} values"
                 yield Kind("mask", f"{path!r} that {layer!r} is given differs in {count}")
 
     def value_kinds(self, layer: str, pair: Pair) -> list[Kind]:
         """Return how the first that differs of what a layer is given, or gives back, differs."""
         for several in _matched([_inputs(each) for each in self.at(layer, pair)]):
-            tables = self.tables(several)
-            if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
+            if self.differ(several, pair):
                 rows = [self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)]
                 dtypes = {several[at].dtype for at in (0, 2)}
                 return kinds_of(rows[0], rows[1], pair.threshold, dtypes)
@@ -254,8 +264,7 @@ def _agreeing(pair: Pair, given: _Given) -> dict[str, bool]:
             continue
         found[layer] = True
         for several in _matched([_inputs(each) for each in known]):
-            tables = given.tables(several)
-            if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
+            if given.differ(several, pair):
                 found[layer] = False
     return found
 
@@ -312,12 +321,16 @@ def _matched(given: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(each.values() for each in given), strict=False))
 
 
+def _is_mask(path: str, x: Tensor) -> bool:
+    return "mask" in path or x.dtype == torch.bool
+
+
 def _inputs(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the numbers that a layer is given, by path, without masks.
 
     Whole numbers count for a layer that is given nothing else, such as a table of positions. Beside
     others they may be choices of an earlier layer, which rounding can change.
     """
-    found = {p: x for p, x in given.items() if "mask" not in p and x.dtype != torch.bool}
-    floating = {path: x for path, x in found.items() if x.is_floating_point()}
+    found = {p: x for p, x in given.items() if not _is_mask(p, x)}
+    floating = {p: x for p, x in found.items() if x.is_floating_point() or x.is_complex()}
     return floating or found

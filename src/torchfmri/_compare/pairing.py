@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfmri._compare.arrangement import in_other_order, is_transposed
+from torchfmri._compare.arrangement import axes_of, in_other_order
 from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Pair
 from torchfmri._compare.left_out import (
@@ -32,22 +32,17 @@ from torchfmri._compare.recording import (
     FORWARD,
     PARAMETERS,
     WHAT,
+    Axes,
     RecordedPlace,
     RecordedRows,
     Recording,
     relative,
-    rows_of_both,
 )
 from torchfmri._compare.repetition import LEAST_UNITS, LEAST_VALUES, Repetition, repetition_of
-from torchfmri._compare.side import Side
+from torchfmri._compare.side import Partners, Side
 from torchfmri._records import Value
 
-_ROUNDING = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """What is allowed where no side can be run again: about the square root of a typical depth times
 the rounding unit, with an order of magnitude to spare."""
 _ROUNDING_GRADIENTS = 4.0
@@ -83,7 +78,7 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
                 # unit for each padded position.
                 left_out.append(place.layer)
             elif partner is not None:
-                found.append(_pair(a, b, direction, place, partner, tolerance))
+                found.append(_pair(direction, Partners(a, b, place, partner), tolerance))
             elif reason := _absent(b, direction, layer, place):
                 found.append(_lonely(direction, place, reason))
         back = {
@@ -227,39 +222,21 @@ def _absent(
         return f"{lacks} has no gradient of {place.element!r}" if held else ""
     if place.call >= len(calls):
         return f"call {place.call} happens in {has} only" if calls else f"{lacks} never calls it"
+    if side.run is not None and layer in side.run.compiled_layers:
+        return ""  # what is computed of it may be compiled as well, such as the loss
     has_output = place.element in calls[place.call].elements(WHAT[FORWARD])
     return f"a gradient arrives in {has} only" if direction == BACKWARD and has_output else ""
 
 
 def _lonely(direction: str, place: RecordedPlace, reason: str) -> Pair:
-    gaps = np.array([math.inf])
-    return Pair(
-        direction=direction,
-        place=place,
-        partner=None,
-        gaps=gaps,
-        grid=None,
-        spread_a=math.nan,
-        spread_b=math.nan,
-        threshold=0.0,
-        largest=math.nan,
-        reason=reason,
-    )
+    return Pair(direction=direction, place=place, gaps=np.array([math.inf]), reason=reason)
 
 
-def _pair(
-    a: Side,
-    b: Side,
-    direction: str,
-    place: RecordedPlace,
-    partner: RecordedPlace,
-    tolerance: float | None,
-) -> Pair:
-    spreads = a.spread.get(place), b.spread.get(partner)
-    spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
-    threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
-    turned = is_transposed(a, b, place, partner)
-    one, two = rows_of_both(a.recording, b.recording, place, partner, transposed=turned)
+def _pair(direction: str, both: Partners, tolerance: float | None) -> Pair:
+    a, b, place, partner = both
+    spread_a, spread_b = (math.nan if each is None else each.worst for each in both.spreads)
+    threshold = _threshold(both, tolerance, (spread_a, spread_b))
+    one, two, axes = _alike(both, threshold)
     grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
     if one is None or two is None:
@@ -269,12 +246,11 @@ def _pair(
         if value is not None and gap < math.inf:
             bad = value.statistics
             nonfinite = "NaN" if bad.nan else "infinite" if bad.inf else ""
-    elif (both := _alike(a, b, place, partner, one, two, threshold)) is None:
+    elif one.values.shape != two.values.shape:
         shapes = [side.recording.value(each) for side, each in ((a, place), (b, partner))]
         said = " against ".join(str(each.shape) for each in shapes if each is not None)
         gaps, reason = np.array([math.inf]), f"shape {said}"
     else:
-        one, two = both
         gaps = relative(one.values, two.values).numpy()
         grid = one.grid if two.grid is not None else None
         if (tolerance or (math.isnan(spread_a) and math.isnan(spread_b))) and threshold > 0:
@@ -286,14 +262,14 @@ def _pair(
         measured = not a.recording.reduced or direction == FORWARD
         if measured and not apart.isfinite().all():
             nonfinite = _nonfinite_in_both(one.values, two.values)
-        if tolerance is None and not turned:
-            repetition = repetition_of(a, b, place, partner, gaps)
+        if tolerance is None:
+            repetition = repetition_of(both, gaps, axes)
             if gaps.max(initial=0.0) <= threshold:
                 threshold = min(threshold, repetition.threshold)
     return Pair(
         direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
-        repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
+        repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite, axes=axes,
     )  # fmt: skip
 
 
@@ -310,17 +286,21 @@ def _is_rounding(side: Side, place: RecordedPlace, rows: RecordedRows) -> bool:
 
 
 def _alike(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, one: RecordedRows,
-    two: RecordedRows, threshold: float,
-) -> tuple[RecordedRows, RecordedRows] | None:  # fmt: skip
-    """Return the rows of both in another order where they agree then; None for other shapes."""
-    same = one.values.shape == two.values.shape
-    if same and float(relative(one.values, two.values).max()) <= threshold:
-        return one, two
-    for rows in in_other_order(a, b, place, partner):
-        if float(relative(rows[0].values, rows[1].values).max()) <= threshold:
-            return rows
-    return (one, two) if same else None
+    both: Partners, threshold: float
+) -> tuple[RecordedRows | None, RecordedRows | None, Axes]:
+    """Return both as rows, in an order in which they agree if there is one, and the axes of b."""
+
+    def agree(rows: tuple[RecordedRows, RecordedRows]) -> bool:
+        one, two = (each.values for each in rows)
+        return one.shape == two.shape and float(relative(one, two).max()) <= threshold
+
+    one, two = both.rows()
+    if one is None or two is None or agree((one, two)):
+        return one, two, ()
+    if axes := axes_of(both):
+        return *both.rows(axes), axes
+    others = in_other_order(both)
+    return *next((rows for rows in others if agree(rows)), (one, two)), ()
 
 
 def _nonfinite_in_both(one: Tensor, two: Tensor) -> str:
@@ -330,19 +310,19 @@ def _nonfinite_in_both(one: Tensor, two: Tensor) -> str:
     return "infinite" if bool((one.isinf() & two.isinf()).any()) else ""
 
 
-def _threshold(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, tolerance: float | None,
-    spreads: tuple[float, float],
-) -> float:  # fmt: skip
+def _threshold(both: Partners, tolerance: float | None, spreads: tuple[float, float]) -> float:
     if tolerance is not None:
         return tolerance
+    a, b, place, _ = both
     measured = [each for each in spreads if not math.isnan(each)]
-    dtypes = (a.recording.dtype(place), b.recording.dtype(partner))
+    dtypes = both.dtypes
     if not measured and (a.spread or b.spread):
         return math.inf  # the layer returned something else when it rounded anew: not to be judged
     if not measured:
-        times = 1.0 if place.what == WHAT[FORWARD] else _ROUNDING_GRADIENTS
-        return times * max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+        return max(_usual(place, dtype) for dtype in dtypes)
+    if a.run is None and b.run is None:  # a recording of which there is one may round otherwise
+        unknown = [d for d, each in zip(dtypes, spreads, strict=True) if math.isnan(each)]
+        measured += [_usual(place, dtype) / FACTOR for dtype in unknown]
     units = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     least = LEAST_UNITS * max(units, default=0.0)
     value = a.recording.value(place)
@@ -351,6 +331,12 @@ def _threshold(
         coarsest = [dtype for side in (a, b) if (dtype := side.coarsest) is not None]
         least = max([least, *(torch.finfo(dtype).eps for dtype in coarsest)])
     return max(FACTOR * max(measured), least)
+
+
+def _usual(place: RecordedPlace, dtype: torch.dtype) -> float:
+    """Return what rounding to a dtype usually amounts to."""
+    times = 1.0 if place.what == WHAT[FORWARD] else _ROUNDING_GRADIENTS
+    return times * _ROUNDING.get(dtype, 0.0)
 
 
 def _statistics_gap(value: Value | None, other: Value | None) -> tuple[float, str]:

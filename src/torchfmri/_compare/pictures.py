@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfmri._compare.difference import BRIGHTEST, Difference, Pair, drawable
+from torchfmri._compare.difference import BRIGHTEST, Pair, beyond_text, drawable, unit_text
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
 from torchfmri._scan import layer_bands, outline_of
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_METRIC = "difference in units of what both sides' own noise allows"
+    from torchfmri._compare.comparison import Comparison
+
 _DIRECTIONS = {FORWARD: "forward pass", BACKWARD: "backward pass (dL/d output)"}
 _DEPTHS = {**_DIRECTIONS, PARAMETERS: "gradients of parameters"}
 _MOST_NAMES = 40
@@ -42,15 +43,10 @@ _DOTS_PER_INCH = 110
 
 
 def plot_difference(
-    pairs: Sequence[Pair],
-    first: Difference | None,
-    direction: str,
-    tokens: Sequence[str],
-    row: int | None,
-    ax: Axes | None,
+    comparison: Comparison, direction: str, row: int | None, ax: Axes | None
 ) -> Axes:
     """The layers of one direction down, the tokens of one row across; see `Comparison.plot`."""
-    brain = _brain(pairs, first, direction, tokens, row)
+    brain = _brain(comparison, direction, row)
     return draw_brain(axes_or_new(ax, *brain.figure_inches), brain, surprisal=False)
 
 
@@ -102,18 +98,12 @@ def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
     return ax
 
 
-def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure:
+def draw_comparison(comparison: Comparison, path: str | PathLike[str] | None) -> Figure:
     """The picture of tokens above that of the depth; see `Comparison.draw`."""
     first = comparison.first
     direction = FORWARD if first is None else first.direction
     try:
-        brain = _brain(
-            comparison.pairs,
-            comparison.differences.get(direction),
-            direction,
-            comparison._tokens,
-            None,
-        )
+        brain = _brain(comparison, direction, None)
     except InspectionError:  # no tokens, as gradients of parameters have none: the depth alone
         figure = new_figure(10.0, 5.0)
         plot_depth(comparison.pairs, direction, figure.add_subplot())
@@ -128,15 +118,12 @@ def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure
     return figure
 
 
-def _brain(
-    pairs: Sequence[Pair],
-    first: Difference | None,
-    direction: str,
-    tokens: Sequence[str],
-    row: int | None,
-) -> Brain:
+def _brain(comparison: Comparison, direction: str, row: int | None) -> Brain:
     _check_direction(direction)
-    shown = [pair for pair in pairs if pair.direction == direction and pair.grid is not None]
+    first, tokens = comparison.differences.get(direction), comparison._tokens
+    shown = [
+        pair for pair in comparison.pairs if pair.direction == direction and pair.grid is not None
+    ]
     if not shown:
         raise InspectionError(
             f"No layer of the {_DIRECTIONS[direction]} has tokens to draw. See comparison.text()."
@@ -165,15 +152,17 @@ def _brain(
         tokens[index] if index < len(tokens) else str(grid.places[index][1]) for index in columns
     ]
     said = f"first: {shorten(str(first.place()), 150)}" if first is not None else ""
-    which = [f"(row {row} of the batch)"] if grid.places[-1][0] else []
-    remarks = ["all but the darkest are beyond the noise of both sides; the ring is the first"]
+    which = [f"(row {row} of the batch)"] if grid.places[-1][0] and " of row " not in said else []
+    limit, unit = beyond_text(comparison._tolerance), unit_text(comparison._tolerance)
+    more = unit.removeprefix("difference in units of ")
+    remarks = [f"brighter than the darkest: more than {more}; ring: the first difference"]
     remarks = (remarks if mark else []) + ([BRIGHTEST] if np.isposinf(values).any() else [])
-    subject = "Where two runs part" if first is not None else "No difference beyond noise"
+    subject = "Where two runs part" if first is not None else f"No difference{limit}"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),
         values=drawable(values),
         tokens=_track(texts),
-        metric=_METRIC,
+        metric=unit,
         normalise="global",
         title=f"{subject}: {_DIRECTIONS[direction]}",
         subtitle=" ".join([*filter(None, [said]), *which]),
@@ -190,15 +179,17 @@ def _check_direction(direction: str, known: Mapping[str, str] = _DIRECTIONS) -> 
 
 def _depth_name(pair: Pair) -> str:
     if pair.direction != PARAMETERS:
-        return layer_label(pair.place.layer)
+        is_loss = (pair.place.layer, pair.place.element) == ("", "loss")
+        return "(the loss)" if is_loss else layer_label(pair.place.layer)
     return ".".join(filter(None, (pair.place.layer, pair.place.element)))
 
 
 def _depth_title(direction: str, first: Pair | None) -> str:
-    if direction != PARAMETERS or first is None:
+    if first is None or (direction != PARAMETERS and first.grid is not None):
         return f"How rounding grows along the {_DEPTHS[direction]}"
     # No picture of tokens above it says which one it is.
-    said = escape(shorten(f"dL/d {_depth_name(first)}", 110))
+    of = "dL/d " if direction == PARAMETERS else ""
+    said = escape(shorten(f"{of}{_depth_name(first)}", 110))
     return f"Where two runs part: {_DEPTHS[direction]}\nfirst (dotted line): {said}"
 
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.parts import BatchParts, find_parts
-from torchfmri._compare.run import RecordedPass
+from torchfmri._compare.run import RecordedPass, kept_value
 from torchfmri._records import Value
 
 FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
 WHAT = {FORWARD: "activations", BACKWARD: "gradients", PARAMETERS: "parameter_gradients"}
 """Direction -> what of each layer is compared, in the order in which they come about."""
+Axes = tuple[int, ...]
 _SMALL = 0.1
 """A token whose values are smaller than this share of the median token's is compared with that:
 what is left of a sum that cancels is all rounding."""
@@ -85,6 +86,7 @@ class Recording:
         self._values: dict[RecordedPlace, Value] = {}
         self._order: dict[str, list[RecordedPlace]] = {direction: [] for direction in WHAT}
         self._list_calls()
+        self._list_loss()
         self._list_parameters()
         self._order[BACKWARD] = self._by_arrival(self._order[BACKWARD])
 
@@ -144,6 +146,7 @@ class Recording:
         tensor = tensor.detach().to("cpu")
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if "parameter" not in what:
+            tensor = self._without_padded_keys(tensor)
             for grid in self.grids:
                 rows = grid.rows(tensor)
                 if rows is not None:
@@ -152,6 +155,18 @@ class Recording:
         if order is not None and "parameter" not in what:
             return RecordedRows(tensor[order].flatten(1).double(), None)
         return RecordedRows(tensor.reshape(1, -1).double(), None)
+
+    def _without_padded_keys(self, tensor: Tensor) -> Tensor:
+        """Return attention weights, (b, heads, query, key), with zeros for keys that are padding.
+
+        Nothing is computed with those, but gradients arrive at them.
+        """
+        lengths = {grid.kept.shape[1] for grid in self.grids}
+        for kept in (grid.kept for grid in self.grids if not grid.kept.all()):
+            keys = (tensor.shape[0], tensor.shape[-1]) if tensor.ndim == 4 else ()
+            if keys == tuple(kept.shape) and tensor.shape[2] in lengths:
+                return tensor.masked_fill(~kept[:, None, None], 0)
+        return tensor
 
     def choices(self) -> dict[tuple[str, int, str], Tensor]:
         """Return the whole numbers that layers returned for each token, (token, numbers), in order.
@@ -228,6 +243,20 @@ class Recording:
                     self._values[place] = value
                     self._order[direction].append(place)
 
+    def _list_loss(self) -> None:
+        """List a loss that was computed of what the model returned, as if the model returned it."""
+        loss, calls = (
+            self.inspection.loss,
+            self.inspection[""].calls if "" in self.inspection else [],
+        )
+        if loss is None or len(calls) != 1 or "loss" in calls[0].elements(WHAT[FORWARD]):
+            return
+        place = RecordedPlace("", 0, WHAT[FORWARD], "loss")
+        dtypes = [self.dtype(each) for each in self._order[FORWARD] if not each.layer]
+        tensor = torch.tensor(loss, dtype=dtypes[0] if dtypes else None, device="cpu")
+        self._values[place] = kept_value("loss", tensor)
+        self._order[FORWARD].append(place)
+
     def _calls_per_part(self, layer: str) -> int:
         """How often a layer is called for each part of the batch; 0 if that is no whole number."""
         per_part, rest = divmod(len(self.inspection[layer].calls), max(len(self.parts.calls), 1))
@@ -277,7 +306,8 @@ class Recording:
     @property
     def layout(self) -> tuple[object, ...]:
         """The layout of the batch, on which the order of values without a token axis depends."""
-        grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
+        given = [grid for grid in self.grids if grid.ids is not None or not grid.kept.all()]
+        grids = [(grid.order, grid.kept.tolist()) for grid in given]
         return (self.parts.calls, self._turned, str(grids))
 
     def _by_arrival(self, places: list[RecordedPlace]) -> list[RecordedPlace]:
@@ -309,35 +339,6 @@ class Recording:
                 place = RecordedPlace(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
-
-
-def rows_of_both(
-    a: Recording,
-    b: Recording,
-    place: RecordedPlace,
-    partner: RecordedPlace,
-    *,
-    transposed: bool = False,
-) -> tuple[RecordedRows | None, RecordedRows | None]:
-    """Return two tensors as rows; axes of length 1 that only one side has count for nothing.
-
-    Embeddings of positions may be (1, s, w) or (s, w), and a Linear a convolution of width 1.
-
-    Args:
-        a: One side.
-        b: The other.
-        place: The tensor of a.
-        partner: That of b.
-        transposed: Whether to transpose that of b.
-    """
-    one, two = a.tensor(place), b.tensor(partner)
-    if one is None or two is None:
-        return a.rows(place), b.rows(partner)
-    two = two.T if transposed else two
-    longer = max(one.shape, two.shape, key=len)
-    if one.squeeze().shape == two.squeeze().shape:
-        one, two = one.reshape(longer), two.reshape(longer)
-    return a.as_rows(one, place.what), b.as_rows(two, partner.what)
 
 
 def _is_equal(one: Value, two: Value) -> bool:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._compare.difference import Floats
-from torchfmri._compare.recording import RecordedPlace, rows_of_both
-from torchfmri._compare.side import Side
+from torchfmri._compare.recording import Axes
+from torchfmri._compare.side import Partners
 
 _SIZE, _SIZE_ELSEWHERE = 1.0, 4.0
 """How many times the typical spread a difference that repeats may be: if both sides compute in one
@@ -79,27 +79,23 @@ class _RedrawnDifference:
         return self.alike(rows) > _ALIKE and float(self.cosines[rows].median()) > _ALIKE_ROWS
 
 
-def repetition_of(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, gaps: Floats
-) -> Repetition:
+def repetition_of(both: Partners, gaps: Floats, axes: Axes = ()) -> Repetition:
     """Return whether a difference repeats under new rounding.
 
     Args:
-        a: One side.
-        b: The other.
-        place: The tensor of a.
-        partner: That of b.
+        both: The two tensors.
         gaps: (row,) the relative difference.
+        axes: In which order to take the axes of b.
     """
-    spreads = [each for each in (a.spread.get(place), b.spread.get(partner)) if each is not None]
-    tables = _tables(a, b, place, partner)
+    spreads = [each for each in both.spreads if each is not None]
+    tables = _tables(both, axes)
     typical = max((each.typical for each in spreads), default=math.inf)
     if tables is None or not gaps.size or typical > _MOST_NOISE:
         return Repetition()
-    dtypes = (a.recording.dtype(place), b.recording.dtype(partner))
-    same = a.coarsest == b.coarsest and dtypes[0] == dtypes[1]
+    dtypes = both.dtypes
+    same = both.a.coarsest == both.b.coarsest and dtypes[0] == dtypes[1]
     unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
-    differences = _RedrawnDifference(tables, 1 if "parameter" in place.what else _LEAST_ROWS)
+    differences = _RedrawnDifference(tables, 1 if "parameter" in both.place.what else _LEAST_ROWS)
     # A constant such as 1 / tokens is rounded once in each dtype, and its error always repeats.
     allowed = max(_SIZE * typical, unit)
     if not same:
@@ -120,15 +116,13 @@ def repetition_of(
     return Repetition(least if few else math.inf, rows, told)
 
 
-def _tables(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> list[Tensor] | None:
+def _tables(both: Partners, axes: Axes) -> list[Tensor] | None:
     """Return both sides, and both with new rounding, as rows; None if that cannot be had."""
-    if a.rounded is None or b.rounded is None:
+    again = both.a.rounded, both.b.rounded
+    if again[0] is None or again[1] is None:
         return None
-    if a.rounded.value(place) is None or b.rounded.value(partner) is None:
+    if again[0].value(both.place) is None or again[1].value(both.partner) is None:
         return None
-    rows = (
-        *rows_of_both(a.recording, b.recording, place, partner),
-        *rows_of_both(a.rounded, b.rounded, place, partner),
-    )
+    rows = (*both.rows(axes), *both.rows(axes, rounded=True))
     found = [each.values for each in rows if each is not None]
     return found if len(found) == 4 and len({each.shape for each in found}) == 1 else None

@@ -9,9 +9,10 @@ one left behind would be measured as noise of the next. The fields of `Run` are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ from torchfmri._model import (
     runnable,
     thawed,
     unchanged,
+    whole_restorations,
 )
-from torchfmri._records import Call, Inspection, Record, Value
-from torchfmri._torch import flatten, map_tensors
+from torchfmri._records import Inspection, Record, Value
+from torchfmri._text import listed
+from torchfmri._torch import CompiledForward, compiled_parts, flatten, map_tensors, uncompiled_call
 
 _WATCHED = ("activations", "gradients", "parameter_gradients")
 _OTHER_SEED = 1
@@ -82,12 +85,23 @@ class Run:
             arguments_for(self.model, self.data)
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code runs in it, inside of which no layer can be seen."""
-        return any(
-            type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
-            for each in self.model.modules()
-        )
+    def compiled_parts(self) -> list[CompiledForward]:
+        """What is compiled of the model, or all of it: inside these no layer can be seen."""
+        whole = CompiledForward(self.model)
+        return [whole] if whole.known else compiled_parts(self.model)
+
+    @property
+    def compiled_layers(self) -> list[str]:
+        """The names of the compiled parts; empty for the model itself."""
+        parts = {id(part.inner) for part in self.compiled_parts}
+        return [name for name, each in named_layers(self.model).items() if id(each) in parts]
+
+    @property
+    def hidden(self) -> list[str]:
+        """The layers inside compiled parts."""
+        inner = [part.inner for part in self.compiled_parts]
+        known = {id(each) for part in inner for each in part.modules()} - set(map(id, inner))
+        return [n for n, each in named_layers(self.model).items() if id(each) in known]
 
     @property
     def has_dropout(self) -> bool:
@@ -99,9 +113,13 @@ class Run:
         """That of the first parameter."""
         return device_of(self.model)
 
-    def forward(self, data: Any) -> Any:
-        """The output of the model."""
-        model = self.model if self.is_compiled else runnable(self.model)
+    @property
+    def called(self) -> nn.Module:
+        """What to call: the model, without a wrapper around it that waits for other processes."""
+        return self.model if CompiledForward(self.model).known else runnable(self.model)
+
+    def forward(self, data: Any, model: nn.Module) -> Any:
+        """The output of `called`."""
         kind = self.device.type
         casting = torch.autocast(kind, self.autocast) if self.autocast else nullcontext()
         with casting:
@@ -146,19 +164,24 @@ def record(
     what: Sequence[str] = _WATCHED,
     max_bytes: int | None = None,
     other_seed: bool = False,
+    eager: bool = False,
 ) -> RecordedPass:
     """Run a model once and keep the tensors of its layers; the model stays as it was.
 
     Args:
         run: What to run.
-        layers: Which layers; all by default.
+        layers: Which layers; all that can be seen by default.
         what: What to keep of them.
         max_bytes: The most bytes to keep.
         other_seed: Draw other random numbers than the first pass did.
+        eager: Run compiled parts eagerly.
     """
     inspector = Inspector(run.model, keep="tensors", max_bytes=max_bytes)
-    inspector.watch(list(named_layers(run.model)) if layers is None else list(layers), list(what))
+    hidden, model = set(run.hidden), run.called
+    seen = [each for each in named_layers(run.model) if each not in hidden]
+    inspector.watch(seen if layers is None else list(layers), list(what))
     notes: list[str] = []
+    gradients: dict[str, Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(own_turn())
         stack.enter_context(unchanged(run.model, lambda name: notes.append(_written(name))))
@@ -170,15 +193,90 @@ def record(
             stack.enter_context(thawed(runnable(run.model), data, notes.append))
         elif any("gradients" in each for each in what):
             notes.append("the backward pass was not compared: torch.no_grad() is on")
+        tables = _hook_tables(run)
+        before = [set(table) for table in tables]
         inspection = stack.enter_context(inspector.recording())
-        _differentiate(run, run.forward(data), notes if back else None, inspection)
+        if run.compiled_parts:
+            notes.append(_hiding(run))
+            _drop_new(tables, before)
+            stack.enter_context(_gradients_kept(run, gradients))
+            stack.enter_context(nullcontext() if eager else _parts_compiled(run))
+        _differentiate(run, run.forward(data, model), notes if back else None, inspection)
+    found = _parameter_records(run.model, gradients)
+    inspection._records |= {name: each for name, each in found.items() if name in hidden}
     return _passed(run, inspection, notes)
+
+
+def _hiding(run: Run) -> str:
+    parts = listed([each or "the model" for each in run.compiled_layers])
+    return (
+        f"compiled code shows no layers: of {parts} the output and the gradients of parameters "
+        "were compared"
+    )
+
+
+def _drop_new(tables: Sequence[dict[int, Any]], before: Sequence[set[int]]) -> None:
+    """Drop hooks of ours inside compiled parts: they would be compiled, and nobody needs them."""
+    for table, keys in zip(tables, before, strict=True):
+        for key in set(table) - keys:
+            del table[key]
+
+
+def _hook_tables(run: Run) -> list[dict[int, Any]]:
+    """Return the hooks of the layers inside compiled parts."""
+    modules = named_layers(run.model)
+    hidden = [modules[name] for name in run.hidden]
+    return [table for each in hidden for table in (each._forward_pre_hooks, each._forward_hooks)]
+
+
+@contextmanager
+def _parts_compiled(run: Run) -> Iterator[None]:
+    """Run compiled parts as compiled code while all else runs eagerly, with hooks around them.
+
+    A call of a compiled module runs its hooks in the compiled code. Here its forward alone is
+    compiled, with the settings of the user, and hooks on it run as on every other layer.
+    """
+    with whole_restorations(), ExitStack() as stack:
+        for part in run.compiled_parts:
+            inner = part.inner
+            stack.enter_context(part.replaced(uncompiled_call(inner)))
+            state, forward = vars(inner), part.compile(inner.forward)
+            undo = partial(state.pop, "forward")
+            if "forward" in state:  # somebody else put one there, as accelerate does
+                undo = partial(state.update, forward=state["forward"])
+            stack.callback(undo)
+            state["forward"] = partial(_in_default_stance, forward)
+        yield
+
+
+def _in_default_stance(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    with torch.compiler.set_stance("default"):
+        return function(*arguments, **keywords)
+
+
+@contextmanager
+def _gradients_kept(run: Run, gradients: dict[str, Tensor]) -> Iterator[None]:
+    """Add up the gradients of the parameters of hidden layers, by name, while the block runs."""
+    modules = named_layers(run.model)
+    hidden = {id(p) for name in run.hidden for p in modules[name].parameters(recurse=False)}
+    with ExitStack() as stack:
+        for name, parameter in run.model.named_parameters():
+            if id(parameter) not in hidden or not parameter.requires_grad:
+                continue
+
+            def add(gradient: Tensor, name: str = name) -> None:
+                before = gradients.get(name)
+                gradients[name] = gradient if before is None else before + gradient
+
+            handle = parameter.register_hook(add)  # type: ignore[no-untyped-call]
+            stack.callback(handle.remove)
+        yield
 
 
 def _passed(run: Run, inspection: Inspection, notes: list[str]) -> RecordedPass:
     rows = batch_size(run)
-    grids = grids_of((run.data, run.target)) or grids_seen(inspection, rows)
-    return RecordedPass(inspection, grids, tuple(notes), rows)
+    grids = grids_of((run.data, run.target))
+    return RecordedPass(inspection, grids + grids_seen(inspection, rows, grids), tuple(notes), rows)
 
 
 def batch_size(run: Run) -> int:
@@ -209,66 +307,26 @@ def _written(name: str) -> str:
     return f"the forward pass writes into the parameter {name!r}: those changes stay"
 
 
-def record_outside(run: Run) -> RecordedPass:
-    """Run compiled code and keep its output and the gradients of its parameters.
-
-    They stand in an inspection as the activations of the model and parameter gradients of its
-    layers.
-    """
-    notes: list[str] = []
-    outputs: list[Any] = []
-    gradients: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        stack.enter_context(own_turn())
-        stack.enter_context(unchanged(run.model, lambda name: notes.append(_written(name))))
-        output = run.forward(copy_of_data(run.data))
-        outputs.append(map_tensors(_plain(output), lambda each: each.detach().clone()))
-        value = loss_of(output, run.target, run.loss)
-        trainable = {n: p for n, p in run.model.named_parameters() if p.requires_grad}
-        if value is not None and value.requires_grad and trainable:
-            found = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
-            gradients = {n: g for n, g in zip(trainable, found, strict=True) if g is not None}
-    notes.append("compiled code shows no layers: its output and parameter gradients were compared")
-    inspection = outside_inspection(type(run.model).__name__, outputs[0], gradients, run.model)
-    return _passed(run, inspection, notes)
-
-
-def _plain(output: Any) -> Any:
-    """Return the output without entries that are not compared, such as a cache."""
-    return {element.path: element.tensor for element in flatten(output)}
-
-
-def outside_inspection(
-    name: str, output: dict[str, Tensor], gradients: dict[str, Tensor], model: nn.Module
-) -> Inspection:
-    """An inspection of what is seen from outside of a model."""
-    records: dict[str, Record] = {}
-    root = Record("", name, frozenset({"activations", "parameter_gradients"}))
-    call = Call("", 0, 0)
-    for path, tensor in output.items():
-        value = Value(path, tensor, nn.Module, None)
-        value.keep(tensor)
-        call._values["activations", path] = value
-    root.calls.append(call)
-    records[""] = root
-    by_id = {id(p): n for n, p in model.named_parameters()}
-    for layer, module in named_layers(model).items():
-        own = {
-            short: gradients[full]
-            for short, p in module.named_parameters(recurse=False)
-            if (full := by_id.get(id(p), "")) in gradients
+def _parameter_records(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, Record]:
+    """Return records of the layers of which gradients of parameters are known, by full name."""
+    by_id = {id(p): gradients[n] for n, p in model.named_parameters() if n in gradients}
+    records = {}
+    for layer, module in named_layers(model).items() if gradients else ():
+        kept = {
+            name: kept_value(name, by_id[id(parameter)])
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in by_id
         }
-        if not own:
-            continue
-        record_ = records.setdefault(
-            layer, Record(layer, type(module).__name__, frozenset({"parameter_gradients"}))
-        )
-        kept = {}
-        for short, gradient in own.items():
-            kept[short] = Value(short, gradient, type(module), None)
-            kept[short].keep(gradient.detach().clone())
-        record_._parameters[0] = {"parameter_gradients": kept}
-    return Inspection(name, records)
+        records[layer] = Record(layer, type(module).__name__, frozenset({"parameter_gradients"}))
+        records[layer]._parameters[0] = {"parameter_gradients": kept}
+    return records
+
+
+def kept_value(path: str, tensor: Tensor) -> Value:
+    """Return a value that keeps a tensor which no hook has seen."""
+    value = Value(path, tensor, nn.Module, None)
+    value.keep(tensor.detach())
+    return value
 
 
 # -- the same run, otherwise ---------------------------------------------------------------------
@@ -301,4 +359,4 @@ def record_rearranged(run: Run, **options: Any) -> RecordedPass:
 def record_rounded(run: Run, coarsest: torch.dtype | None, **options: Any) -> RecordedPass:
     """A pass in which every layer rounds anew, to the coarser of two precisions."""
     with rounding_redrawn(runnable(run.model), coarsest, run.autocast):
-        return record(run, **options)
+        return record(run, eager=True, **options)

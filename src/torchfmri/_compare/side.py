@@ -17,17 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._compare.recording import FORWARD, WHAT, RecordedPlace, Recording, relative
-from torchfmri._compare.run import (
-    RecordedPass,
-    Run,
-    record,
-    record_outside,
-    record_rearranged,
-    record_rounded,
+from torchfmri._compare.recording import (
+    FORWARD,
+    WHAT,
+    Axes,
+    RecordedPlace,
+    RecordedRows,
+    Recording,
+    relative,
 )
+from torchfmri._compare.run import RecordedPass, Run, record, record_rearranged, record_rounded
 from torchfmri._model import named_layers
-from torchfmri._torch import flatten
+from torchfmri._text import listed
+from torchfmri._torch import CompiledForward, flatten
 from torchfmri.exceptions import InspectionError
 
 _UNSTEADY = 0.01
@@ -66,6 +68,8 @@ class Side:
         spread: RecordedPlace -> how far the recording differs from other runs of the same side.
             Empty where it was not measured.
         rounded: A recording with every layer rounding anew; None where there is none.
+        placed: The tensors whose rows depend on their place: those of a batch in another order
+            differ by more than rounding. So do tensors whose first axis is not the batch.
         notes: What to know about this side.
         tokens: Texts of the tokens, where they are known.
     """
@@ -74,10 +78,11 @@ class Side:
     run: Run | None = None
     spread: dict[RecordedPlace, Spread] = field(default_factory=dict)
     rounded: Recording | None = None
+    placed: set[RecordedPlace] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def modules(self) -> Mapping[str, nn.Module]:
         """The layers of a live model; empty without one."""
         return {} if self.run is None else named_layers(self.run.model)
@@ -85,7 +90,7 @@ class Side:
     @property
     def is_compiled(self) -> bool:
         """Whether it is compiled code, which shows no layers."""
-        return self.run is not None and self.run.is_compiled
+        return self.run is not None and CompiledForward(self.run.model).known
 
     @cached_property
     def coarsest(self) -> torch.dtype | None:
@@ -93,6 +98,60 @@ class Side:
         places = self.recording.places(FORWARD)
         dtypes = {self.recording.dtype(place) for place in places} & _PRECISION.keys()
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+class Partners(NamedTuple):
+    """A tensor of a and its partner in b.
+
+    Attributes:
+        a: One side.
+        b: The other.
+        place: The tensor of a.
+        partner: That of b.
+    """
+
+    a: Side
+    b: Side
+    place: RecordedPlace
+    partner: RecordedPlace
+
+    @property
+    def spreads(self) -> tuple[Spread | None, Spread | None]:
+        """How far each of them differs from itself; None where that was not measured."""
+        return self.a.spread.get(self.place), self.b.spread.get(self.partner)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """In which they were computed."""
+        return self.a.recording.dtype(self.place), self.b.recording.dtype(self.partner)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """The two tensors; None if only statistics were kept."""
+        return self.a.recording.tensor(self.place), self.b.recording.tensor(self.partner)
+
+    def rows(
+        self, axes: Axes = (), *, rounded: bool = False
+    ) -> tuple[RecordedRows | None, RecordedRows | None]:
+        """Return both as rows; axes of length 1 that only one side has count for nothing.
+
+        Embeddings of positions may be (1, s, w) or (s, w), and a Linear a convolution of width 1.
+
+        Args:
+            axes: In which order to take the axes of b; empty to leave them as they are.
+            rounded: Take the recordings with new rounding, which both sides must have then.
+        """
+        a, b = (side.rounded if rounded else side.recording for side in (self.a, self.b))
+        assert a is not None
+        assert b is not None
+        one, two = a.tensor(self.place), b.tensor(self.partner)
+        if one is None or two is None:
+            return a.rows(self.place), b.rows(self.partner)
+        two = two.permute(axes) if axes else two
+        longer = max(one.shape, two.shape, key=len)
+        if one.squeeze().shape == two.squeeze().shape:
+            one, two = one.reshape(longer), two.reshape(longer)
+        return a.as_rows(one, self.place.what), b.as_rows(two, self.partner.what)
 
 
 _NO_SPREAD = Spread(worst=0.0, typical=0.0)
@@ -111,7 +170,7 @@ def live_side(run: Run, max_bytes: int | None) -> Side:
             f"data holds a tensor of shape {tuple(first.shape)}: there is nothing to compare. Give "
             "at least one row with one token."
         )
-    found = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
+    found = record(run, max_bytes=max_bytes)
     if isinstance(run.model, torch.jit.ScriptModule):
         raise InspectionError(
             f"The {type(run.model).__name__} is TorchScript, which shows no layers. Give the model "
@@ -138,10 +197,10 @@ def measure_spread(
     """
     run = side.run
     assert run is not None
-    if run.is_compiled:
-        _add(side, record_outside(run))
+    if run.compiled_parts:
+        _add(side, record(run, max_bytes=max_bytes))
         # Its layers round as they do when they are seen, which is when they are run eagerly.
-        plain = record(run, max_bytes=max_bytes)
+        plain = record(run, max_bytes=max_bytes, eager=True)
         _add(side, record_rounded(run, coarsest, max_bytes=max_bytes), plain)
         return
     anew = _beside(side.recording, record_rounded(run, coarsest, max_bytes=max_bytes))
@@ -153,8 +212,10 @@ def measure_spread(
     _merge(rounded, repeated, known=rounded)
     if not run.has_dropout:
         other = _beside(side.recording, record_rearranged(run, max_bytes=max_bytes))
-        moved = _independent(side, _spread(side.recording, other), rounded)
-        _merge(rounded, moved, known=rounded)
+        moved = _spread(side.recording, other)
+        steady = _independent(side, moved, rounded)
+        side.placed = set(moved) - set(steady)
+        _merge(rounded, steady, known=rounded)
         _note_unsteady(side, repeated)
     side.spread = rounded
 
@@ -177,21 +238,27 @@ def _independent(
 ) -> dict[RecordedPlace, Spread]:
     """Return the spreads of tensors that change only by rounding when rows change places."""
 
-    def most(place: RecordedPlace) -> float:
-        known = rounded.get(place, _NO_SPREAD)
+    def is_sum(place: RecordedPlace) -> bool:
         value = side.recording.value(place)
-        if "parameter" in place.what or value is None or not value.shape:
-            return max(_NO_ARRANGEMENT, _MOST_ROUNDING_SUMS * known.worst)
-        return max(4 * torch.finfo(value.dtype).eps, _MOST_ROUNDING * known.worst)
+        return "parameter" in place.what or value is None or not value.shape
 
-    found = {place: value for place, value in moved.items() if value.worst <= most(place)}
-    last = next(reversed(side.recording.places(FORWARD)), None)
-    if last in moved and last not in found:
+    def most(place: RecordedPlace) -> float:
+        known = rounded.get(place, _NO_SPREAD).worst
+        if is_sum(place):
+            return max(0.0 if placed else _NO_ARRANGEMENT, _MOST_ROUNDING_SUMS * known)
+        value = side.recording.value(place)
+        assert value is not None
+        return max(4 * torch.finfo(value.dtype).eps, _MOST_ROUNDING * known)
+
+    # Sums over rows that depend on their place do so too, however little they move.
+    placed = [each for each in moved if not is_sum(each) and moved[each].worst > most(each)]
+    if layers := list(dict.fromkeys(p.layer for p in placed if p.what == WHAT[FORWARD])):
+        worst = max(moved[each].worst for each in placed)
         side.notes.append(
-            f"the output depends on the order of the rows (it moves by {moved[last].worst:.1g}): "
-            "that arrangement does not count as noise"
+            f"what {listed([each or 'the model' for each in layers])} returns depends on the order "
+            f"of the rows (it moves by {worst:.1g}): that arrangement does not count as noise"
         )
-    return found
+    return {place: value for place, value in moved.items() if value.worst <= most(place)}
 
 
 def measure_repeats(side: Side, again: RecordedPass) -> None:

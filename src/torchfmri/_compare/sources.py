@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.hidden_states import import_hidden_states
 from torchfmri._compare.recording import Recording
-from torchfmri._compare.run import RecordedPass, Run
+from torchfmri._compare.run import RecordedPass, Run, kept_value
 from torchfmri._compare.side import Side, live_side, measure_repeats
 from torchfmri._explain import add_note
 from torchfmri._files import list_names
-from torchfmri._records import Call, History, Inspection, Record, Value, kind_of
+from torchfmri._records import Call, History, Inspection, Record, kind_of
 from torchfmri._scan import Scan, load
 from torchfmri.exceptions import FileFormatError, InspectionError
 
@@ -56,7 +55,8 @@ def opened(given: Any) -> Any:
     if path.suffix == ".safetensors":
         return import_hidden_states(path)
     if not path.is_dir():
-        fact = "it is no file that torchfmri saved" if path.exists() else "there is no such file"
+        saved = "it is no file that torchfmri saved, or it is damaged or a part of one"
+        fact = saved if path.exists() else "there is no such file"
         raise FileFormatError(str(path), f"{fact}. {_CHOICES}")
     names = list_names(path)
     if "meta.json" in names:
@@ -158,8 +158,7 @@ def scan_side(scan: Scan) -> Side:
             if metric not in sequence.layers:
                 continue
             numbers = torch.from_numpy(np.array(sequence.layers[metric][:, column], np.float32))
-            value = Value("", numbers[None, :, None], nn.Module, None)
-            value.keep(numbers[None, :, None])
+            value = kept_value("", numbers[None, :, None])
             value.dtype = computed  # the sizes are kept in float32
             if what == "activations":
                 call._values[what, ""] = value

@@ -213,7 +213,7 @@ def _flips(runs: RunPair) -> Floats:
 
 def _usual_update(runs: RunPair) -> Floats:
     """(step,) the size of the updates, relative to that of their parameters, in the median."""
-    ratios = np.nan_to_num(np.fmax(runs.one.updates, runs.two.updates))
+    ratios = np.nan_to_num(np.fmax(runs.one.updates, runs.two.updates), posinf=0.0)
     return np.median(ratios, 1) if ratios.shape[1] else np.zeros(len(ratios))
 
 

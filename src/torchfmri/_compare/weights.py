@@ -36,7 +36,7 @@ def match_by_weights(
         known: Pairs that are known already.
     """
     keys = [
-        _grouped({n: _fingerprint(side[n]) for n in names if n in side})
+        _grouped({n: fingerprint(side[n]) for n in names if n in side})
         for side, names in zip((a, b), rest, strict=True)
     ]
     found: dict[str, str] = {}
@@ -74,17 +74,23 @@ def match_by_place(
         layers: The layers of both, in the order in which they finish.
         known: Pairs that are known.
     """
-    taken = (set(known), set(known.values()))
-    keys = [
-        _grouped({n: _place_key(side[n]) for n in names if n in side and n not in own})
-        for side, names, own in zip((a, b), layers, taken, strict=True)
-    ]
-    return _match_by_neighbours(keys, layers, known, equal_counts=True)
+    found: dict[str, str] = {}
+    for exact in (True, False):  # a weight may be kept transposed, and most are not
+        pairs = {**known, **found}
+        taken = (set(pairs), set(pairs.values()))
+        keys = [
+            _grouped({n: _place_key(side[n], exact) for n in names if n in side and n not in own})
+            for side, names, own in zip((a, b), layers, taken, strict=True)
+        ]
+        found |= _match_by_neighbours(keys, layers, pairs, equal_counts=True)
+    return found
 
 
-def _place_key(module: nn.Module) -> tuple[Any, ...]:
+def _place_key(module: nn.Module, exact: bool) -> tuple[Any, ...]:
     """Return the shapes of the parameters, or what stands for an activation; empty for no key."""
     shapes = parameter_shapes(module)
+    if exact and shapes:
+        return tuple(sorted(tuple(each.shape) for each in own_tensors(module).values()))
     plain = not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd))
     alone = next(module.children(), None) is None
     return shapes or (("without parameters",) if plain and alone else ())
@@ -140,7 +146,7 @@ def _neighbours(names: Sequence[str], partners: Mapping[str, str]) -> dict[str, 
     return dict(zip(names, zip(before, reversed(after), strict=True), strict=True))
 
 
-def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
+def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """Return numbers that stay the same if a weight is transposed or its units are permuted."""
     tensors = [each for each in own_tensors(module).values() if each.is_floating_point()]
     return tuple(sorted(map(_sums, tensors)))

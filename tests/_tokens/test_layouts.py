@@ -176,3 +176,69 @@ def test_no_rows_through_a_convolution_leave_the_model_readable(
         (model["lin"](x).sum() + model["c"](x[:0].mT).sum()).backward()
     assert not tokens["c.weight"].norm().numel()
     assert tokens["lin.weight"].norm().shape == (2, 5)
+
+
+class Spectrogram(nn.Module):
+    """A convolution over both axes of (b, t, f) or (b, f, t), and a layer on each frame."""
+
+    def __init__(self, bins: int, last: bool) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(2 * bins, 3)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.conv(x[:, None]))
+
+    def read(self, y: Tensor) -> Tensor:
+        y = y.tanh()
+        return self.out((y.permute(0, 3, 1, 2) if self.last else y.transpose(1, 2)).flatten(2))
+
+    def by_frames(self, x: Tensor) -> list[dict[str, Tensor]]:
+        """The gradients of a copy of the convolution's parameters for each frame of a sample."""
+        rows = x.shape[-1] if self.last else x.shape[-2]
+        copies = [
+            {name: each.detach().clone().requires_grad_()
+             for name, each in self.conv.named_parameters()}
+            for _ in range(rows)
+        ]  # fmt: skip
+        made = [
+            torch.func.functional_call(self.conv, some, (x[None, None],)).select(
+                -1 if self.last else -2, t
+            )
+            for t, some in enumerate(copies)
+        ]
+        self.read(torch.stack(made, -1 if self.last else -2)).square().sum().backward()
+        return [{name: each.grad for name, each in some.items()} for some in copies]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("frames", "bins"), [(3, 4), (4, 3), (4, 4)])
+def test_a_convolution_over_time_and_frequency(
+    frames: int, bins: int, last: bool, keep: str
+) -> None:
+    """Frames are told by the layer that reads them, and not by which axis is longer."""
+    model = Spectrogram(bins, last).double()
+    x = torch.randn((B, bins, frames) if last else (B, frames, bins), dtype=torch.float64)
+    with torchfmri.token_gradients(model, keep=keep) as tokens:
+        model(x).square().sum().backward()
+    assert not tokens.notes
+    truth = [model.by_frames(each) for each in x]
+    for name in ("weight", "bias"):
+        wanted = torch.stack([torch.stack([e[name].norm() for e in some]) for some in truth])
+        found = tokens[f"conv.{name}"].norm()
+        torch.testing.assert_close(found, wanted)
+        assert not torch.allclose(found.flip(1), wanted)  # a wrong frame would be seen
+    assert tokens["out.weight"].norm().shape == (B, frames)
+
+
+def test_a_convolution_over_two_axes_that_nothing_tells_apart() -> None:
+    model = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv2d(1, 2, 3, padding=1)).double()
+    with torchfmri.token_gradients(model) as tokens:
+        model(torch.randn(B, 5, 7, dtype=torch.float64)).square().sum().backward()
+    assert tokens["1.weight"].norm().shape == (B, 5)
+    assert any("channels='first'" in str(each) for each in tokens.notes)
+    with torchfmri.token_gradients(model, channels="first") as tokens:
+        model(torch.randn(B, 5, 7, dtype=torch.float64)).square().sum().backward()
+    assert tokens["1.weight"].norm().shape == (B, 7)
+    assert not tokens.notes

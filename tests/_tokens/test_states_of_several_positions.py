@@ -40,3 +40,39 @@ def test_it_is_refused(kind: str) -> None:
     assert [row.name for row in tokens.coverage().missing] == ["a"]
     with pytest.raises(torchfmri.UnsupportedLayerError, match=r"positions|recurrence"):
         tokens["a"]
+
+
+class Chunk(nn.Module):
+    """The rows of a matrix of pairs are written one after the other, as in gated delta rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.copies: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = self.key(x)
+        pairs = (key[:, :, None] * key[:, None]).sum(-1).tril(-1) / 3
+        for t in range(1, x.shape[1]):
+            row, before = pairs[:, t, :t].clone(), pairs[:, :t, :t].clone()
+            pairs[:, t, :t] = row + (row[..., None] * before).sum(1)
+        scores = (key[:, :, None] * key[:, None]).sum(-1).tril()
+        y = x + scores @ (pairs @ key)
+        if self.copies is None:
+            return self.head(y)  # type: ignore[no-any-return]
+        return torch.einsum("bsi,bsoi->bso", y, self.copies) + self.head.bias
+
+
+def test_rows_of_pairs_that_are_written_are_no_recurrence() -> None:
+    model, x = Chunk().double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    model.copies = model.head.weight.detach().expand(2, 5, 3, 3).clone().requires_grad_()
+    model(x).square().sum().backward()
+    wanted = model.copies.grad
+    assert wanted is not None
+    model.copies = None
+    model.zero_grad()
+    with torchfmri.token_gradients(model) as tokens:
+        model(x).square().sum().backward()
+    found = tokens["head.weight"].materialise()
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(found.flip(1), wanted)

@@ -111,7 +111,7 @@ class Owners:
             suspects=suspects,
         )
         if earlier is None:
-            self._passes.owner_called(found, arguments, keywords)
+            self._passes.owner_called(found, arguments, keywords, output)
             if isinstance(watched.module, nn.RNNBase) and self._passes.tracing is not None:
                 self._passes.tracing.recurrent_called(output)
         else:

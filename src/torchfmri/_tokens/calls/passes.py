@@ -30,8 +30,9 @@ from torchfmri._tokens.calls.token_map import (
     signature,
 )
 from torchfmri._tokens.rules.axes import model_grid
+from torchfmri._tokens.rules.owner_tokens import OwnerTokens
 from torchfmri._tokens.rules.record import TokenPass, TokenRecord, Watched
-from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens, RunState
+from torchfmri._tokens.rules.rerun import OwnerCall, RunState
 from torchfmri._tokens.rules.way import Reads, Way
 from torchfmri._torch import (
     NO_BACKWARD,
@@ -336,11 +337,15 @@ class TokenPasses:
             tracing.trace.close()
 
     def owner_called(
-        self, call: OwnerCall, arguments: tuple[object, ...], keywords: Mapping[str, object]
+        self,
+        call: OwnerCall,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+        output: object,
     ) -> None:
         """Tell a call that is run again later which tokens its arguments have."""
         if self.tracing is not None:
-            self.tracing.owner_called(call, flatten((arguments, dict(keywords))))
+            self.tracing.owner_called(call, flatten((arguments, dict(keywords))), output)
         elif self._map is not None:
             number = self._owners.get(call.layer, 0)
             self._owners[call.layer] = number + 1

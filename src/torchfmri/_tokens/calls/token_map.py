@@ -25,8 +25,9 @@ from torchfmri._tokens.rules.arguments import (
 )
 from torchfmri._tokens.rules.numbers import NOBODY, SEVERAL, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.owner_tokens import OwnerTokens, says_nothing
 from torchfmri._tokens.rules.record import TokenRecord
-from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
+from torchfmri._tokens.rules.rerun import OwnerCall
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.step_uses import REASON, StepUse
 from torchfmri._tokens.rules.trace import TokenTrace
@@ -255,10 +256,27 @@ class Tracing:
             self._owners.append((layer, found))
         return found
 
-    def owner_called(self, call: OwnerCall, arguments: Sequence[Element]) -> None:
+    def owner_called(self, call: OwnerCall, arguments: Sequence[Element], output: object) -> None:
         """Tell a call that is run again later which tokens its arguments have."""
         call.tokens = self.owner(call.layer, arguments)
         self._calls.append(call)
+        outputs = flatten(output)
+        for each in (self, self.second) if len(outputs) == 1 else ():
+            if each is not None:
+                each._note_landing(call.names, arguments, outputs[0].tensor)
+
+    def _note_landing(
+        self, names: Sequence[str], arguments: Sequence[Element], output: Tensor
+    ) -> None:
+        """Wait for what the last call made of constants to be added to data: see `_settled`."""
+        layer, handed = self._owners[-1]
+        shapes = [each.tensor.shape for each in arguments]
+        is_data = any(each is not None and not says_nothing(each) for each in handed.origins)
+        if is_data or any(each[:-1] != output.shape[:-1] for each in shapes):
+            return
+        with Aside():
+            returned = self.trace.output_of_call(output)
+        self._owners[-1] = layer, handed._replace(returned=returned, names=names, shapes=shapes)
 
     def recurrent_called(self, output: object) -> None:
         """Take the rows that a recurrent layer returned for data: its steps need no proof."""
@@ -306,10 +324,9 @@ class Tracing:
         steps = {record.watched.layer for record, _, use, _ in self._outputs if use is not None}
         steps &= self._constants
         for record, origins, use, shape in self._outputs:
-            placed = self.trace.recurrences.settled(origins)
-            use = use or origins.use_of(record.watched.parameters.values())  # it has landed since
-            if use is not None and use.is_moved:
-                placed = origins.placed(use)
+            names = record.watched.parameters.values()
+            use = use or origins.use_of(names)  # it has landed since
+            placed = self._placed(origins, names, use)
             tokens = tokens_of(self.trace, record, placed, shape)
             tokens = tokens._replace(is_step=use is not None and use.is_moved)
             if record.watched.layer in steps and use is None and self._is_no_position(placed):
@@ -332,10 +349,31 @@ class Tracing:
         return found
 
     def _settled(self, handed: OwnerTokens) -> OwnerTokens:
-        """What a layer was handed; sequences of recurrences have no tokens that are not proved."""
+        """What a layer was handed; sequences of recurrences have no tokens that are not proved.
+
+        Constants of which it made the first state of a recurrence have the tokens of that.
+        """
         settled, is_step = self.trace.recurrences.settled, self.trace.steps.is_step
+        if handed.returned is not None and not says_nothing(handed.returned):
+            returned = self._placed(handed.returned, handed.names)
+            return handed._replace(
+                origins=[
+                    returned.moved(lambda numbers, to=each: numbers[..., :1].expand(to))
+                    for each in handed.shapes
+                ],
+                steps={},
+            )
         several = [e if e is None or is_step(e) else settled(e) for e in handed.origins]
         return handed._replace(origins=several)
+
+    def _placed(
+        self, origins: Origins, names: Iterable[str], use: StepUse | None = None
+    ) -> Origins:
+        """The origins of what a call returned, at the step to which its use belongs."""
+        use = use or origins.use_of(names)
+        if use is not None and use.is_moved:
+            return origins.placed(use)
+        return self.trace.recurrences.settled(origins)
 
     def _is_no_position(self, origins: Origins) -> bool:
         """Whether rows are at no position, in a recurrence that has one for each other use."""

@@ -164,6 +164,9 @@ class Layouts:
         if origins.second is None:
             return origins
         layout = self.layout_of(origins)
+        if layout is not None and self._are_both_places(origins):
+            layout.is_mixed = True
+            return origins
         if layout is not None:
             layout.by_channel |= self._fitting(origins, [1]) == (False, True)
             layout.last |= not layout.by_channel
@@ -177,6 +180,15 @@ class Layouts:
             first = self._grids.by_place(origins.first, [shape[0], 1, *shape[2:]]).expand(shape)
             found = origins.but(first=first, second=None, is_decided=True, is_raw=False)
         return found
+
+    def _are_both_places(self, origins: Origins) -> bool:
+        """Whether an argument got its channels in the model: conv(x[:, None]) with x (b, s, d)."""
+        assert origins.second is not None
+        one, other = (
+            {axis for axis in range(each.ndim) if not is_constant_along(each, axis)}
+            for each in (origins.first, origins.second)
+        )
+        return 1 not in one | other and bool(one - other) and bool(other - one)
 
     def _settled(self, origins: Origins, axes: Sequence[int]) -> Origins:
         assert origins.second is not None

@@ -528,6 +528,9 @@ class TokenRules(OperatorCall):
         if is_filter and found.is_raw and result.shape == operand.shape:
             return [found]  # of each feature by itself: a later layer says which axis these are on
         found = self.layouts.by_channel(found).told()
+        if found.second is not None and result.shape[2:] == operand.shape[2:]:
+            # Over both axes of an argument: a later layer says which of them the positions are on.
+            return [found.moved(lambda numbers: numbers.narrow(1, 0, 1).expand(result.shape))]
         stride = self.named.get("stride", [1])
         transposed = self.named.get("transposed", False)
         numbers, is_dense = found.first.narrow(1, 0, 1), all(each == 1 for each in stride)

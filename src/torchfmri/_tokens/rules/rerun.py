@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torchfmri._tokens.algebra.factors import Term, grouped, squares, total
 from torchfmri._tokens.rules.arguments import given_origins
 from torchfmri._tokens.rules.numbers import NOBODY, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.owner_tokens import OwnerTokens, says_nothing
 from torchfmri._tokens.rules.positions import position_terms
 from torchfmri._tokens.rules.record import Axis, UsePart, sums_to
 from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_input, recurrent_terms
@@ -102,24 +103,6 @@ class OwnerParts:
 
     parts: dict[str, list[UsePart]] = field(default_factory=lambda: defaultdict(list))
     unsupported: dict[str, Exception] = field(default_factory=dict)
-
-
-class OwnerTokens(NamedTuple):
-    """The tokens of a call of a layer that is run again.
-
-    Attributes:
-        origins: Of its arguments, in order.
-        sources: What their numbers mean.
-        made: The grids of positions that the call makes, in order.
-        sums: The parameters of other layers of which each argument is the sum.
-        steps: By parameter, its uses in the call that may be steps of a recurrence.
-    """
-
-    origins: Sequence[Origins | None] = ()
-    sources: Sources = Sources()
-    made: Sequence[TokenSource] = ()
-    sums: Sequence[frozenset[str]] = ()
-    steps: Mapping[str, Sequence[StepUse]] = {}
 
 
 class OwnerCall:
@@ -225,7 +208,7 @@ class OwnerCall:
 
         def change(value: Tensor) -> Tensor:
             origins = known.get(id(value))
-            if origins is None or _says_nothing(origins) or value.dtype == torch.bool:
+            if origins is None or says_nothing(origins) or value.dtype == torch.bool:
                 return value
             local = self._tokens_for(source, origins)
             other = value.flatten().roll(1).view(value.shape)  # ids have to stay ids
@@ -428,7 +411,7 @@ class OwnerCall:
             return self._origins
         origins, sources = self.tokens.origins, self.tokens.sources
         elements = flatten((self._arguments, self._keywords))
-        if len(origins) == len(elements) and not all(map(_says_nothing, origins)):
+        if len(origins) == len(elements) and not all(map(says_nothing, origins)):
             self.sources = sources.copy()
             self._origins = origins
             return origins
@@ -749,10 +732,6 @@ def quiet(module: nn.Module) -> Iterator[None]:
 def _argument(number: int) -> str:
     """What the leaf in the place of an argument is called; no parameter is."""
     return f"argument {number}"
-
-
-def _says_nothing(origins: Origins | None) -> bool:
-    return origins is None or bool((compact(origins.first) == NOBODY).all())
 
 
 def _names(modules: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -31,7 +31,8 @@ class Layout:
         per_second: Such a parameter has an entry for each entry of the second axis, and one for the
             whole last axis.
         is_mixed: A square parameter that is no layer's sums over its second axis, as in w @ x. It
-            mixes the positions of (b, s, d) or the features of (b, d, s): this tells nothing.
+            mixes the positions of (b, s, d) or the features of (b, d, s): this tells nothing. Nor
+            does a convolution in two dimensions over both axes.
         is_followed: The argument is also followed with its features second, beside this.
     """
 

@@ -242,6 +242,8 @@ class Steps:
 
     def is_step(self, origins: Origins) -> bool:
         """Whether this may be a step of a recurrence, along the positions or the first axis."""
+        if origins.second is not None and not (origins.is_decided or origins.is_raw):
+            return False  # one entry for each pair of positions
         if not origins.is_sample:
             return self.is_position(origins)
         first = origins.first

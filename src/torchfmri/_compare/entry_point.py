@@ -307,7 +307,9 @@ def _reason(pair: Pair, own: Sequence[Pair], gap: float, one: Side, two: Side) -
         reason = "some values are NaN or infinite on one side only"
     last = max(index for index, each in enumerate(own) if each.differs)
     # The loss may agree because it does not depend on what differs.
-    rest = own[last + 1 :] if any(_has_axes(each, one) for each in own[last + 1 :]) else []
+    # A layer of several tensors differs as long as one of them does.
+    rest = [each for each in own[last + 1 :] if each.place[:2] != own[last].place[:2]]
+    rest = rest if any(_has_axes(each, one) for each in rest) else []
     if pair.direction == FORWARD and rest:
         after = rest[0].place.layer
         reason += f". From the output of {listed([after])} on the two agree again"

@@ -29,6 +29,10 @@ _ALIKE = 0.7
 """The cosine from which on the difference of an input repeats where that of the output does."""
 
 
+Spot = tuple[str, int]
+"""One call of a layer: a block that a loop calls three times has three."""
+
+
 class Origin(NamedTuple):
     """Where a difference comes from.
 
@@ -55,14 +59,17 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
     if a.run is None or b.run is None:
         return Origin(layer)
     if pair.direction == FORWARD:
-        around = [each for each in _around(layer) if each in names]
+        seen = _spot(pair)
+        calls = _calls_around(seen, [_spot(each) for each in reversed(pairs)])
+        around = [(each, calls.get(each, seen[1])) for each in _around(layer) if each in names]
         given = _Given(a, b, around, names, "inputs")
-        same = _agreeing(pair, given)
+        same = _agreeing(pair, given, around)
         # Nothing agrees where the data differ: the first layer that shows it is what can be said.
-        layer = next((each for each in around if same.get(each)), layer)
-        found = [*given.mask_kinds(layer, pair)]
-        if layer != pair.place.layer:  # what the code around it computed is what it was given
-            found += given.value_kinds(pair.place.layer, pair)
+        origin = next((each for each in around if same.get(each)), seen)
+        found = [*given.mask_kinds(origin, pair)]
+        if origin != seen:  # what the code around it computed is what it was given
+            found += given.value_kinds(seen, pair)
+        layer = origin[0]
         return Origin(layer, tuple(found))
     if pair.direction == BACKWARD:
         return _origin_backward(pair, pairs, a, b, names)
@@ -74,29 +81,55 @@ def _origin_backward(
 ) -> Origin:
     assert a.run is not None
     assert b.run is not None
-    layer, earlier = pair.place.layer, pairs[: pairs.index(pair)]
+    seen, earlier = _spot(pair), pairs[: pairs.index(pair)]
     if pair.partner is None and (cut := _cut_on_one_side(a.run, b.run, names)) is not None:
         return Origin(cut)
-    before = {each.place.layer: None for each in earlier}
+    before = {_spot(each): None for each in earlier}
     # What a layer returns beside its output, it may use itself: scores of experts, attention. Then
     # the gradients of layers inside it may have arrived before.
-    if any(p.place.layer == layer and not p.differs for p in pairs):
-        rest = (p for p in pairs[len(earlier) :] if p.place.layer != layer)
+    if any(_spot(p) == seen and not p.differs for p in pairs):
+        rest = (p for p in pairs[len(earlier) :] if _spot(p) != seen)
         agreeing = itertools.takewhile(lambda p: not p.differs, rest)
-        before |= dict.fromkeys([*(p.place.layer for p in agreeing), layer])
+        before |= dict.fromkeys([*(_spot(p) for p in agreeing), seen])
+    order = list(dict.fromkeys([*before, seen]))
     nearest = list(reversed(before))[:_LATER_LAYERS]
     # A block has more layers than that, and its own gradient arrives before theirs.
-    later = list(dict.fromkeys(o for n in nearest for o in _around(n) if o in before))
+    later = list(dict.fromkeys(o for n in nearest for o in _enclosing(n, order) if o in before))
     given = _Given(a, b, later, names, "input_gradients")
-    same = _agreeing(pair, given)
+    same = _agreeing(pair, given, later)
     wrong = [each for each in later if same.get(each) is False]
     if wrong:
-        layer = min(wrong, key=lambda each: -each.count("."))
-        return Origin(layer, tuple(given.value_kinds(layer, pair)))
+        spot = min(wrong, key=lambda each: -each[0].count("."))
+        # The layers inside it may be further away: those that read what an encoder returned.
+        while inside := [
+            each for each in before if each not in same and _enclosing(each, order)[1:2] == [spot]
+        ]:
+            known = _Given(a, b, inside, names, "input_gradients")
+            same |= dict.fromkeys(inside, True) | _agreeing(pair, known, inside)
+            wrong = [each for each in inside if not same[each]]
+            if not wrong:
+                break
+            spot, given = wrong[0], known
+        return Origin(spot[0], tuple(given.value_kinds(spot, pair)))
     # Code between layers did it, of the module around them whose own gradient agrees.
-    differing = {each.place.layer for each in pairs if each.differs}
-    outer = (each for each in _around(layer)[1:] if each in before)
-    return Origin(next((each for each in outer if each not in differing), layer))
+    differing = {_spot(each) for each in pairs if each.differs}
+    outer = (each for each in _enclosing(seen, order)[1:] if each in before)
+    return Origin(next((each for each in outer if each not in differing), seen)[0])
+
+
+def _spot(pair: Pair) -> Spot:
+    return pair.place.layer, pair.place.call
+
+
+def _calls_around(spot: Spot, order: Sequence[Spot]) -> dict[str, int]:
+    """Return which call of each layer is the one around a call, in an order from outside in."""
+    return dict(reversed(order)) | dict(order[: order.index(spot) + 1])
+
+
+def _enclosing(spot: Spot, order: Sequence[Spot]) -> list[Spot]:
+    """Return a call and those around it; `order` is the order in which gradients arrive."""
+    calls = _calls_around(spot, order)
+    return [(each, calls[each]) for each in _around(spot[0]) if each in calls]
 
 
 def _around(layer: str) -> list[str]:
@@ -156,20 +189,20 @@ def _returned(run: Run) -> dict[tuple[str, int], _Returned]:
     return found
 
 
-def _taken(side: Side, layer: str) -> set[str]:
-    """Return the paths of what a layer is given that requires grad; all else was cut before it."""
+def _taken(side: Side, layer: str, call: int) -> set[str]:
+    """Return the paths of what a call is given that requires grad; all else was cut before it."""
     assert side.run is not None
-    found: set[str] = set()
+    found: list[set[str]] = []
 
     def look(_: nn.Module, arguments: Any, keywords: Any) -> None:
         elements = [*flatten(arguments), *flatten(keywords)]
-        found.update(each.path for each in elements if each.tensor.requires_grad)
+        found.append({each.path for each in elements if each.tensor.requires_grad})
 
     module = named_layers(side.run.model)[layer]
     with whole_restorations(), ExitStack() as stack:
         stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
         record(side.run, layers=[layer], eager=True)
-    return found
+    return found[min(call, len(found) - 1)]
 
 
 class _Given:
@@ -178,37 +211,38 @@ class _Given:
     Args:
         a: One side.
         b: The other.
-        layers: Layers of a.
+        spots: Calls of layers of a.
         names: Layer of a -> layer of b.
         what: inputs or input_gradients.
     """
 
     def __init__(
-        self, a: Side, b: Side, layers: Sequence[str], names: Mapping[str, str], what: str
+        self, a: Side, b: Side, spots: Sequence[Spot], names: Mapping[str, str], what: str
     ) -> None:
-        self.layers, self.what = layers, what
+        self.what, self.layers = what, list(dict.fromkeys(layer for layer, _ in spots))
         self.sides, self._names = (a, b), names
         self.recorded: list[Recording] = []
-        if layers:
-            theirs = [names[each] for each in layers]
-            self.recorded = [*_recorded(a, layers, what), *_recorded(b, theirs, what)]
+        if self.layers:
+            theirs = [names[each] for each in self.layers]
+            self.recorded = [*_recorded(a, self.layers, what), *_recorded(b, theirs, what)]
 
-    def at(self, layer: str, pair: Pair) -> list[dict[str, Tensor]]:
+    def at(self, spot: Spot) -> list[dict[str, Tensor]]:
         """Return it by path: of a, of a with new rounding, of b, of b with new rounding."""
+        layer, call = spot
         names = [layer, layer, self._names[layer], self._names[layer]]
         both = list(zip(names, self.recorded, strict=True))
         if not all(side.inspection[name].calls for name, side in both):
             return []
-        return [side.tensors(name, pair.place.call, self.what) for name, side in both]
+        return [side.tensors(name, call, self.what) for name, side in both]
 
-    def cut(self, layer: str, given: Sequence[dict[str, Tensor]]) -> bool:
-        """Whether a layer gives back no gradient on one side for something that requires it."""
-        one, two = given[0], given[2]
+    def cut(self, spot: Spot, given: Sequence[dict[str, Tensor]]) -> bool:
+        """Whether a call gives back no gradient on one side for something that requires it."""
+        (layer, call), one, two = spot, given[0], given[2]
         for side, name, missing in (
             (self.sides[1], self._names[layer], one.keys() - two.keys()),
             (self.sides[0], layer, two.keys() - one.keys()),
         ):
-            if missing and missing & _taken(side, name):
+            if missing and missing & _taken(side, name, call):
                 return True
         return False
 
@@ -224,12 +258,12 @@ class _Given:
         tables = [side.as_rows(each, self.what).values for side, each in both]
         return len({each.shape for each in tables}) == 1 and _differs(tables, pair)
 
-    def mask_kinds(self, layer: str, pair: Pair) -> Iterator[Kind]:
+    def mask_kinds(self, spot: Spot, pair: Pair) -> Iterator[Kind]:
         """Yield the kind `mask` if a layer is given another mask; inputs leave masks out."""
-        one, two = (side.recording for side in self.sides)
+        layer, (one, two) = spot[0], (side.recording for side in self.sides)
         if layer not in self.layers or one.layout != two.layout:
             return
-        given = self.at(layer, pair)
+        given = self.at(spot)
         masks = [{p: x for p, x in each.items() if _is_mask(p, x)} for each in given[::2]]
         for path in dict.fromkeys([*masks[0], *masks[1]] if masks else ()):
             mask, other = masks[0].get(path), masks[1].get(path)
@@ -242,9 +276,9 @@ class _Given:
                 count = f"{int((mask != other).sum()):,} of {mask.numel():,} values"
                 yield Kind("mask", f"{path!r} that {layer!r} is given differs in {count}")
 
-    def value_kinds(self, layer: str, pair: Pair) -> list[Kind]:
+    def value_kinds(self, spot: Spot, pair: Pair) -> list[Kind]:
         """Return how the first that differs of what a layer is given, or gives back, differs."""
-        for several in _matched([_inputs(each) for each in self.at(layer, pair)]):
+        for several in _matched([_inputs(each) for each in self.at(spot)]):
             if self.differ(several, pair):
                 rows = [self.recorded[at].as_rows(several[at], self.what) for at in (0, 2)]
                 dtypes = {several[at].dtype for at in (0, 2)}
@@ -252,20 +286,20 @@ class _Given:
         return []
 
 
-def _agreeing(pair: Pair, given: _Given) -> dict[str, bool]:
-    """Return for each layer whether its inputs, or the gradients of its inputs, agree."""
-    found: dict[str, bool] = {}
-    for layer in given.layers:
-        known = given.at(layer, pair)
+def _agreeing(pair: Pair, given: _Given, spots: Sequence[Spot]) -> dict[Spot, bool]:
+    """Return for each call whether its inputs, or the gradients of its inputs, agree."""
+    found: dict[Spot, bool] = {}
+    for spot in spots:
+        known = given.at(spot)
         if not known:
             continue
-        if given.what == "input_gradients" and given.cut(layer, known):
-            found[layer] = False
+        if given.what == "input_gradients" and given.cut(spot, known):
+            found[spot] = False
             continue
-        found[layer] = True
+        found[spot] = True
         for several in _matched([_inputs(each) for each in known]):
             if given.differ(several, pair):
-                found[layer] = False
+                found[spot] = False
     return found
 
 

@@ -131,7 +131,7 @@ def _brain(comparison: Comparison, direction: str, row: int | None) -> Brain:
     grid = _usual_grid(shown)
     seen = first.seen_at if first is not None else None
     shown = [pair for pair in shown if pair.grid is not None and pair.grid.places == grid.places]
-    shown = _outline(shown, seen)
+    count, shown = len(shown), _outline(shown, seen)
     if row is None:
         row = first.row if first is not None and first.row is not None else 0
     columns = [index for index, (each, _) in enumerate(grid.places) if each == row]
@@ -157,6 +157,10 @@ def _brain(comparison: Comparison, direction: str, row: int | None) -> Brain:
     more = unit.removeprefix("difference in units of ")
     remarks = [f"brighter than the darkest: more than {more}; ring: the first difference"]
     remarks = (remarks if mark else []) + ([BRIGHTEST] if np.isposinf(values).any() else [])
+    if len(shown) < count:
+        remarks.append(
+            f"{len(shown)} of {count} tensors are drawn, the layers inside blocks are not"
+        )
     subject = "Where two runs part" if first is not None else f"No difference{limit}"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),

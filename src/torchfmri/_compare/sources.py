@@ -28,11 +28,15 @@ from torchfmri._explain import add_note
 from torchfmri._files import list_names
 from torchfmri._records import Call, History, Inspection, Record, kind_of
 from torchfmri._scan import Scan, load
-from torchfmri.exceptions import FileFormatError, InspectionError
+from torchfmri.exceptions import FileFormatError, InspectionError, MemoryLimitError
 
 _CHOICES = (
     "Give a model with data=, a torchfmri.Run, an Inspection, a Scan, a History, or the path of a "
     "saved one"
+)
+
+_ALLOW_MORE = (
+    "Give less data (fewer rows or tokens), a larger max_bytes, or none (max_bytes=None: no limit)"
 )
 
 
@@ -81,6 +85,9 @@ def running(name: str, side: Any) -> Iterator[None]:
     """Note at an error of a model or its loss which side raised it; the error passes through."""
     try:
         yield
+    except MemoryLimitError as error:
+        given = error.layer, error.needed, error.kept, error.max_bytes
+        raise MemoryLimitError(*given, advice=f"{_ALLOW_MORE} (side {name}).") from error
     except Exception as error:
         if isinstance(side, Run) and not isinstance(error, InspectionError):
             kind = type(side.model).__name__

@@ -220,6 +220,8 @@ def _compared(
             found = _difference(direction, pairs, one, two, matching, texts, follows)
             differences[direction] = found
     notes = [matching.doubt] if matching.doubt else []
+    if differences and (one.run is None or two.run is None):
+        notes.append(_seen_note(next(iter(differences.values())).layer))
     for name, side in (("a", one), ("b", two)):
         notes += [f"{name}: {note}" for note in dict.fromkeys(side.notes)]
     unknown = [pair.place.layer for pair in pairs if pair.threshold == math.inf]
@@ -281,6 +283,15 @@ def _difference(
         compared=at,
         kinds=() if follows else explain(pair, origin, matching, one, two),
         reason=_reason(pair, own, float(pair.gaps[index]), one, two),
+    )
+
+
+def _seen_note(layer: str) -> str:
+    """Return what a recording does not tell about the layer that is named."""
+    outer = f", as in {layer.rpartition('.')[0]!r}," if "." in layer else ""
+    return (
+        f"with a recording a difference is named where it is seen: the code around {layer!r}"
+        f"{outer} may have made it. Two live models tell"
     )
 
 

@@ -25,7 +25,7 @@ from torchfmri._compare.step_gaps import (
 from torchfmri._compare.step_noise import JUMP, RunPair, largest_so_far, step_noise
 from torchfmri._monitor import Monitor
 from torchfmri._records import STORED, UPDATES, Floats, History, Series, Step
-from torchfmri._text import apart, listed
+from torchfmri._text import apart, listed, plural
 from torchfmri.exceptions import InspectionError
 
 LOSS = Series("", "loss")
@@ -322,7 +322,9 @@ def _notes(
             found.append(f"only {name} has {said} of {listed(layers)}: not compared")
         left = len(runs[0]) - len(common.steps)
         if left:
-            found.append(f"{left} steps of {name} are not in both runs")
+            found.append(
+                f"{plural(left, 'step')} of {name} {'is' if left == 1 else 'are'} not in both runs"
+            )
         found += [
             f"{name}: {text}"
             for text in runs[0].notes

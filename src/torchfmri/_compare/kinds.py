@@ -138,7 +138,10 @@ def _factor_per_unit(one: Tensor, two: Tensor, unit: float) -> Kind | None:
     count = f"{int(changed.sum())} of {len(factors)} units"
     if not factors[changed].any():
         return Kind("factor_per_unit", f"{count} are zero in b")
-    low, high = apart(float(factors[changed].min()), float(factors[changed].max()))
+    least, most = float(factors[changed].min()), float(factors[changed].max())
+    if math.isclose(least, most, rel_tol=1e-4):
+        return Kind("factor_per_unit", f"b is a times {least:.4g}, in {count}")
+    low, high = apart(least, most)
     said = "each unit has a factor" if changed.all() else f"{count} have a factor"
     text = f"{said} of its own, {low} to {high}, as of the weight of a norm"
     return Kind("factor_per_unit", text if changed.all() else text.replace("its own", "their own"))
@@ -248,12 +251,13 @@ def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
         two = two.reshape(one.shape)
         if is_same(one, two):
             return None
-    x, y = one.double(), two.double()
+    x, y = (torch.view_as_real(v) if v.is_complex() else v for v in (one, two))
+    x, y = x.double(), y.double()
     if axes := _turned_axes(x, y):
         said = "" if x.ndim == 2 else f": its axes {axes[0]} and {axes[1]} are swapped"
         return Kind("transposed", f"{name} is transposed{said}")
     if x.shape != y.shape:
-        return Kind("shape", f"{name} is {tuple(x.shape)} in a and {tuple(y.shape)} in b")
+        return Kind("shape", f"{name} is {tuple(one.shape)} in a and {tuple(two.shape)} in b")
     if not (x.isfinite().all() and y.isfinite().all()):
         return _nonfinite(name, x, y)
     if "inv_freq" in name and x.ndim == 1 and len(x) > 1:
@@ -313,12 +317,14 @@ def is_same(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors hold the same values, or the same values in another precision."""
     if one.dtype == two.dtype:
         return torch.equal(one, two.to(one.device))
+    if one.is_complex() != two.is_complex():
+        return False
     coarser = max((one.dtype, two.dtype), key=_unit)
     return torch.equal(one.to(coarser), two.to(one.device, coarser))
 
 
 def _unit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 1.0
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 1.0
 
 
 def _distance(x: Tensor, y: Tensor) -> float:

@@ -36,7 +36,7 @@ _CHOICES = (
 )
 
 _ALLOW_MORE = (
-    "Give less data (fewer rows or tokens), a larger max_bytes, or none (max_bytes=None: no limit)"
+    "Give less data (fewer rows or tokens), a larger max_bytes, or none (max_bytes=None: no limit)."
 )
 
 
@@ -87,7 +87,7 @@ def running(name: str, side: Any) -> Iterator[None]:
         yield
     except MemoryLimitError as error:
         given = error.layer, error.needed, error.kept, error.max_bytes
-        raise MemoryLimitError(*given, advice=f"{_ALLOW_MORE} (side {name}).") from error
+        raise MemoryLimitError(*given, advice=_ALLOW_MORE) from error
     except Exception as error:
         if isinstance(side, Run) and not isinstance(error, InspectionError):
             kind = type(side.model).__name__

@@ -363,6 +363,36 @@ def test_a_limit_of_memory_advises_what_compare_takes() -> None:
     assert compare(model, model, data=data, max_bytes=1 << 20).agree
 
 
+class Quantised(nn.Module):
+    """A Linear with a weight of eight bits, and a scale for each of its rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scales = linear.weight.detach().abs().amax(1) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scales[:, None]).round().char())
+        self.register_buffer("scales", scales)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return functional.linear(x, weight * self.scales[:, None], self.bias)  # type: ignore[index]
+
+
+def test_a_weight_of_whole_numbers_is_quantised_and_not_multiplied() -> None:
+    """The kind was `factor`, "b is a times 741.6", because the scales are kept apart."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(9, 64)
+    found = compare(model, nn.Sequential(Quantised(model[0]), nn.Tanh()), data=x)  # type: ignore[arg-type]
+    assert found.first is not None
+    assert found.first.layer == "0"
+    texts = [kind.text for kind in found.first.kinds if kind.name == "precision"]
+    assert texts[0] == "weight is float32 in a and int8 in b, as if quantised"
+    assert "factor" not in kinds_of(found)
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        scaled[0].weight *= 2  # type: ignore[operator]
+    assert "factor" in kinds_of(compare(model, scaled, data=x))
+
+
 def test_one_factor_in_some_units_is_said_once() -> None:
     """It read "1 of 8 units have a factor of their own, 1.2000000527 to 1.2000000527"."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(6, 8)

@@ -455,7 +455,7 @@ def test_positions_of_convolutions_are_tokens_and_channels_are_not(length: int) 
     first = compare(Convolutions(), wider, data=x, loss="sum").first
     assert first is not None
     assert (first.layer, first.token, first.kinds[0].name) == ("two", 0, "factor_per_unit")
-    assert first.kinds[0].text.startswith("1 of 12 units have a factor of their own")
+    assert first.kinds[0].text == "b is a times 1.5, in 1 of 12 units"
 
 
 def test_a_sample_that_differs_alone_is_named() -> None:

@@ -262,6 +262,11 @@ def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
         return _nonfinite(name, x, y)
     if "inv_freq" in name and x.ndim == 1 and len(x) > 1:
         return _rope_base(x, y)
+    dtypes = [str(each.dtype).removeprefix("torch.") for each in (one, two)]
+    if ("int" in dtypes[0]) != ("int" in dtypes[1]):
+        return Kind(
+            "precision", f"{name} is {dtypes[0]} in a and {dtypes[1]} in b, as if quantised"
+        )
     if x.shape == y.shape and (levels := _levels(x, y)):
         return Kind("precision", f"{name} {levels}, and differs by {_distance(x, y):.1e}")
     if torch.allclose(x, y, rtol=1e-2, atol=float(x.abs().max()) * 1e-2 + 1e-12):

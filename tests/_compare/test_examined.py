@@ -201,7 +201,7 @@ def test_a_difference_of_a_recording_is_said_to_be_named_where_it_is_seen() -> N
         assert found.first is not None
         assert found.first.layer == "layers.1.down"
         note = next(note for note in found.notes if said in note)
-        assert "'layers.1'" in note
+        assert "at 'layers.1.down': the code of 'layers.1' may have made it" in note
     same = compare(model, recorded(model, data), data=data)
     assert same.agree
     assert not any(said in note for note in same.notes)

@@ -221,7 +221,7 @@ def _compared(
             differences[direction] = found
     notes = [matching.doubt] if matching.doubt else []
     if differences and (one.run is None or two.run is None):
-        notes.append(_seen_note(next(iter(differences.values())).layer))
+        notes.append(_seen_note(next(iter(differences.values())).layer, matching))
     for name, side in (("a", one), ("b", two)):
         notes += [f"{name}: {note}" for note in dict.fromkeys(side.notes)]
     unknown = [pair.place.layer for pair in pairs if pair.threshold == math.inf]
@@ -286,12 +286,13 @@ def _difference(
     )
 
 
-def _seen_note(layer: str) -> str:
+def _seen_note(layer: str, matching: Matching) -> str:
     """Return what a recording does not tell about the layer that is named."""
-    outer = f", as in {layer.rpartition('.')[0]!r}," if "." in layer else ""
+    outer = [each for each in matching.pairs if each and layer.startswith(f"{each}.")]
+    code = f"the code of {max(outer, key=len)!r}" if outer else "the code around it"
     return (
-        f"with a recording a difference is named where it is seen: the code around {layer!r}"
-        f"{outer} may have made it. Two live models tell"
+        f"with a recording a difference is named where it is seen, at {layer!r}: {code} may have "
+        "made it. Two live models tell"
     )
 
 

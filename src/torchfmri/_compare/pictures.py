@@ -158,9 +158,7 @@ def _brain(comparison: Comparison, direction: str, row: int | None) -> Brain:
     remarks = [f"brighter than the darkest: more than {more}; ring: the first difference"]
     remarks = (remarks if mark else []) + ([BRIGHTEST] if np.isposinf(values).any() else [])
     if len(shown) < count:
-        remarks.append(
-            f"{len(shown)} of {count} tensors are drawn, the layers inside blocks are not"
-        )
+        remarks.append(f"{len(shown)} of {count} tensors are drawn")
     subject = "Where two runs part" if first is not None else f"No difference{limit}"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),

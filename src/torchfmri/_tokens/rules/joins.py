@@ -237,10 +237,18 @@ class Joins:
         is_alike = a.shape in shapes  # no scores of pairs
         for each in one.begun | other.begun if is_alike and not (single_a and single_b) else ():
             each.is_split = True
+        if any(map(self._has_gaps, (one, other))):
+            for each in (one, other):
+                for step in (each, *each.history.values()):
+                    self.steps.lose(step)
+            return None
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
             self.steps.spread(one_position)
-            return many if self._grids.is_single(one_position.first) else None
+            if not self._grids.is_single(one_position.first):
+                return None
+            first = torch.where(many.first == NOBODY, one_position.first, many.first)
+            return many.but(first=first)
         if single_a:
             return self.steps.stepped(one, other)
         finer = self._grids.finer(one.first, other.first)
@@ -251,6 +259,14 @@ class Joins:
         if whole_a != whole_b and ours == theirs:
             return one if whole_a else other
         return None
+
+    def _has_gaps(self, origins: Origins) -> bool:
+        """Whether samples have one position each, and there are rows of constants beside them.
+
+        Added to another position, only some rows take it in: their sum is of two positions.
+        """
+        has_constants = bool((compact(origins.first) == NOBODY).any())
+        return has_constants and self._grids.is_single(origins.first)
 
 
 def _are_apart(one: MadeOf | None, other: MadeOf | None) -> bool:

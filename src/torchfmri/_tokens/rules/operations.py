@@ -280,7 +280,10 @@ class TokenRules(OperatorCall):
             clash = self._clashes(first, values)
             several = [Origins(first), *([] if old is None else [old])]
             joined = self.joins.join(several, result.shape, self.name)
-            first = first if joined is None else joined.first
+            first = first if joined is None else joined.told().first
+            for each in (old, new) if bool((compact(first) == SEVERAL).any()) else ():
+                if each is not None:
+                    self.steps.lose(each)
             if clash:
                 first = torch.where(first >= 0, torch.full_like(first, SEVERAL), first)
         elif new is not None:

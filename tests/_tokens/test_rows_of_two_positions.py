@@ -145,3 +145,66 @@ _ALIKE: dict[str, Callable[[Layer, Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", [*_ALIKE])
 def test_rows_of_one_position_that_are_added_to_some_samples_are_right(how: str) -> None:
     _is_right(_ALIKE[how], _data())
+
+
+N, MIX = 2, torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64)  # rows of a frame
+
+
+def _frames(how: str, layer: Layer, x: Tensor) -> Tensor:
+    """A walk over frames of several rows, whose layer is followed by a mix of these rows."""
+    begins = how in ("from zeros", "mean")
+    h = torch.zeros_like(x[:, 0]) if begins else x[:, 0]
+    for t in range(not begins, x.shape[1]):
+        read = layer(t, x[:, t] if how == "inputs" else h)
+        if how == "mean":
+            h = (read.mean(1, keepdim=True) + x[:, t]).tanh()
+        elif how == "einsum":
+            h = (torch.einsum("nm,bmd->bnd", MIX.to(x.dtype), read) + x[:, t]).tanh()
+        elif how == "inputs":
+            h = (MIX.to(x.dtype) @ h + read).tanh()
+        else:
+            h = (MIX.to(x.dtype) @ read + x[:, t]).tanh()
+    return h
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("how", ["from zeros", "from the first frame", "mean", "einsum"])
+def test_a_layer_whose_rows_are_mixed_before_a_step_is_refused(how: str, count: int) -> None:
+    _is_refused(lambda layer, x: _frames(how, layer, x), _data(shape=(B, count, N, H)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_layer_on_the_frames_that_such_a_walk_takes_in_is_right(dtype: torch.dtype) -> None:
+    _is_right(lambda layer, x: _frames("inputs", layer, x), _data(dtype, (B, S, N, H)))
+
+
+def test_a_mean_over_samples_between_a_layer_and_a_step_is_refused() -> None:
+    def body(layer: Layer, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for t in range(1, S):
+            h = (layer(t, h).mean(0, keepdim=True) + x[:, t]).tanh()
+        return h
+
+    _is_refused(body, _data())
+
+
+def test_two_frames_that_are_all_are_refused() -> None:
+    _is_refused(lambda layer, x: (layer(0, x[:, 1]) + x[:, 0]).tanh(), _data(shape=(B, 2, N, H)))
+
+
+def test_a_gate_made_of_a_frame_for_itself_is_right() -> None:
+    def body(layer: Layer, x: Tensor) -> Tensor:
+        gated = [x[:, t] * layer(t, x[:, t]).mean(1, keepdim=True) for t in range(S)]
+        return torch.stack(gated, 1)
+
+    _is_right(body, _data(shape=(B, S, N, H)))
+
+
+def test_rows_that_a_product_with_zeros_and_ones_reads_are_steps() -> None:
+    def body(layer: Layer, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for t, code in enumerate(torch.eye(S, dtype=x.dtype)):
+            h = (layer(t, h) + torch.einsum("s,bsd->bd", code, x)).tanh()
+        return h
+
+    _is_right(body, _data())

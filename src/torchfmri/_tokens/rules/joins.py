@@ -25,6 +25,7 @@ from torchfmri._tokens.rules.numbers import (
     equal,
 )
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.parts import Parts
 from torchfmri._tokens.rules.sources import MadeOf, Sources
 from torchfmri._tokens.rules.step_uses import Chain, united
 from torchfmri._tokens.rules.steps import Steps
@@ -41,6 +42,7 @@ class Joins:
 
     def __init__(self, sources: Sources, grids: Grids, steps: Steps) -> None:
         self.sources, self._grids, self.steps = sources, grids, steps
+        self.parts = Parts(sources)
 
     def join(self, several: Sequence[Origins], shape: torch.Size, name: str) -> Origins | None:
         """The origins of the result of an operation entry by entry on these operands."""
@@ -54,11 +56,12 @@ class Joins:
             samples = result.is_sample and each.is_sample
             pair, walk = result.pair or each.pair, self.steps.walks.united(result.walk, each.walk)
             ended, has_begun = result.ended or each.ended, result.has_begun or each.has_begun
+            parts = self.parts.take(result, each)
             result = self._join(result, self._spread(each, shape), name)
             result.seen, result.born = result.seen | seen, born
             result.pair, result.walk = result.pair or pair, result.walk or walk
             result.ended, result.has_begun = result.ended or ended, has_begun
-            result.is_doubtful = doubtful
+            result.is_doubtful, result.parts = doubtful, result.parts | parts
             result.is_slice, result.is_sample = slices, samples
         return result
 

@@ -442,12 +442,14 @@ class TokenRules(OperatorCall):
             if found is None or matrix.requires_grad:
                 continue
             found = self.layouts.settled(found, [-2])
-            if is_constant_along(found.first, -2) or not is_constant_along(found.first, -1):
+            if is_constant_along(found.first, -2):
                 continue
             if not bool((((matrix == 0) | (matrix == 1)) & (matrix.sum(-1, True) <= 1)).all()):
                 continue
             chosen = matrix.argmax(-1, keepdim=True)
-            numbers = found.first[..., :1].expand(*matrix.shape[:-2], -1, 1).gather(-2, chosen)
+            n = 1 if is_constant_along(found.first, -1) else found.first.shape[-1]
+            numbers = found.first[..., :n].expand(*matrix.shape[:-2], -1, n)
+            numbers = numbers.gather(-2, chosen.expand(*chosen.shape[:-1], n))
             numbers = torch.where(matrix.any(-1, keepdim=True), numbers, NOBODY)
             numbers = numbers if is_left else numbers.mT
             dynamic = found.is_dynamic or not self.trace.is_fixed(matrix)

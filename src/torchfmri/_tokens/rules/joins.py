@@ -241,9 +241,8 @@ class Joins:
         for each in one.begun | other.begun if is_alike and not (single_a and single_b) else ():
             each.is_split = True
         if any(map(self._has_gaps, (one, other))):
-            for each in (one, other):
-                for step in (each, *each.history.values()):
-                    self.steps.lose(step)
+            for step in (one, other, *one.history.values(), *other.history.values()):
+                self.steps.lose(step)
             return None
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)

@@ -20,7 +20,7 @@ from torchfmri._tokens.rules.second_walks import SecondWalk
 from torchfmri._tokens.rules.step_uses import REASON, Begun, Chain, StepUse, TwoPositions
 
 if TYPE_CHECKING:
-    from torchfmri._tokens.rules.parts import Part
+    from torchfmri._tokens.rules.parts import PartUse
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class Origins:
     reach: Mapping[int, RowReach] = field(default_factory=dict)
     rests: Rests = NONE
     begun: frozenset[Begun] = frozenset()
-    parts: frozenset[Part] = frozenset()
+    parts: frozenset[PartUse] = frozenset()
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:
         """The origins of a tensor whose entries are those of this one, moved."""

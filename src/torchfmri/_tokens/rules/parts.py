@@ -3,8 +3,9 @@
 In `A @ w(h) + x[:, t]` the product mixes the rows of a frame, so that it has no positions any more,
 and the sum is at those of `x[:, t]`. It is a step all the same: the use may belong to the positions
 that it read or to these. Two frames that are all there are, `a * x[:, 1] + x[:, 0]`, tell no more.
-`trace` hands every `Part` on, `Joins` has `take` look for steps, and `Recurrences` refuses the use,
-unless the same parameters are used on several frames, and always on data alone.
+`trace` hands every `PartUse` on, `Joins` has `take` look for steps, and `Recurrences` refuses the
+use. It is right where the same parameters are used on several frames and always on data alone, or
+after each step, as in `w(x[:, t] + h.mean(1, keepdim=True))`: nothing takes in the last of these.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from torchfmri._tokens.rules.sources import Layout, Sources
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PartUse:
     """A use of parameters on some positions of a sequence.
 
     Attributes:
         rows: Their tokens.
         is_step: There is one for each sample; `Steps` takes care of those that are not mixed.
         uses: Those of the same parameters; none for a state, which is the result of a step.
-        is_on_state: The parameters are used on a state.
+        is_start: The parameters made a state to begin with.
+        is_on_state: They are used on a state.
         is_taken: Something was added to them that may be a step.
         layout: How the argument is read, where the rows are right only if its features are last.
     """
 
     rows: Tensor
     is_step: bool
-    uses: list[Part] = field(default_factory=list)
+    uses: list[PartUse] = field(default_factory=list)
+    is_start: bool = False
     is_on_state: bool = False
     is_taken: bool = False
     layout: Layout | None = None
@@ -50,7 +53,10 @@ class Part:
         """Whether it may be a use at the step that took it in."""
         if not self.is_taken or (self.layout is not None and self.layout.is_second):
             return False
-        return len(self.uses) == 1 or any(each.is_on_state for each in self.uses)
+        if len(self.uses) == 1 or any(each.is_start for each in self.uses):
+            return True
+        on_states = [each for each in self.uses if each.is_on_state]
+        return bool(on_states) and all(each.is_taken for each in on_states)
 
 
 class Parts:
@@ -62,9 +68,9 @@ class Parts:
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._uses: dict[frozenset[str], list[Part]] = {}
+        self._uses: dict[frozenset[str], list[PartUse]] = {}
 
-    def kept(self, found: Origins, read: Sequence[Origins]) -> frozenset[Part]:
+    def kept(self, found: Origins, read: Sequence[Origins]) -> frozenset[PartUse]:
         """The uses of the operands that still are those of a result."""
         parts = frozenset(part for each in read for part in each.parts)
         if not parts or self._is_mixed(found):
@@ -74,7 +80,7 @@ class Parts:
 
     def used(
         self, found: Origins, leaves: frozenset[str], is_step: bool, is_start: bool
-    ) -> frozenset[Part]:
+    ) -> frozenset[PartUse]:
         """The uses on the way to a result, and this one.
 
         Args:
@@ -88,13 +94,13 @@ class Parts:
         if len(sources) != 1 or len(rows) == math.prod(sources[0].grid):
             return found.parts
         uses = self._uses.setdefault(leaves, [])
-        is_on_state = is_start or any(not each.uses for each in found.parts)
-        uses.append(Part(rows, is_step, uses, is_on_state))
+        is_on_state = any(not each.uses for each in found.parts)
+        uses.append(PartUse(rows, is_step, uses, is_start, is_on_state))
         return found.parts | {uses[-1]}
 
-    def take(self, one: Origins, other: Origins) -> frozenset[Part]:
+    def take(self, one: Origins, other: Origins) -> frozenset[PartUse]:
         """The states that two operands make, of which one may be a step that takes in the other."""
-        made = set[Part]()
+        made = set[PartUse]()
         for state, new in ((one, other), (other, one)):
             open_ = [each for each in state.parts if each.uses]
             is_mixed = bool(open_) and self._is_mixed(state)
@@ -111,7 +117,7 @@ class Parts:
                 if is_all and is_like:
                     each.is_taken = True
                     each.layout = sources[0].layout if new.is_raw else None
-                    made.add(Part(rows, is_step=False))
+                    made.add(PartUse(rows, is_step=False))
         return frozenset(made)
 
     def _is_mixed(self, origins: Origins) -> bool:
@@ -121,7 +127,8 @@ class Parts:
 
     def _rows(self, origins: Origins) -> Tensor:
         small = compact(origins.first)
-        return unique(small[(small >= 0) & ~self._sources.is_sample(small)])
+        found: Tensor = unique(small[(small >= 0) & ~self._sources.is_sample(small)])
+        return found
 
 
 def is_open(origins: Origins) -> bool:

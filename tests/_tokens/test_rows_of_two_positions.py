@@ -208,3 +208,37 @@ def test_rows_that_a_product_with_zeros_and_ones_reads_are_steps() -> None:
         return h
 
     _is_right(body, _data())
+
+
+class _Windows(nn.Module):
+    """One layer on positions side by side: two of them at each step, or all of them at once."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.u = nn.Linear(count * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.u.in_features == S * H:
+            return self.u(x.flatten(1))  # type: ignore[no-any-return]
+        rows = [torch.cat([x[:, t], x[:, t - 1]], -1) for t in range(1, S)]
+        return torch.stack([self.u(each) for each in rows], 1)
+
+
+def test_a_layer_on_two_positions_side_by_side_at_each_step_is_refused() -> None:
+    model = _Windows(2).double()
+    with torchfmri.token_gradients(model) as tokens:
+        model(_data()).square().sum().backward()
+    assert [row.name for row in tokens.coverage().missing] == ["u.weight", "u.bias"]
+    with pytest.raises(torchfmri.UnsupportedLayerError, match="different positions"):
+        tokens["u.weight"]
+
+
+def test_a_layer_on_all_positions_side_by_side_is_at_the_sample() -> None:
+    model, x = _Windows(S).double(), _data()
+    with torchfmri.token_gradients(model) as tokens:
+        model(x).square().sum().backward()
+    found = tokens["u.weight"].materialise()[:, 0]
+    losses = [model(each[None]).square().sum() for each in x]
+    wanted = torch.stack([torch.autograd.grad(loss, model.u.weight)[0] for loss in losses])
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(found.roll(1, 0), wanted)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.numbers import NOBODY, compact, unique
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.sources import Layout, Sources
+from torchfmri._tokens.rules.step_uses import Begun
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +70,7 @@ class Parts:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._uses: dict[frozenset[str], list[PartUse]] = {}
+        self._beside: dict[frozenset[str], list[tuple[Begun, Tensor]]] = {}
 
     def kept(self, found: Origins, read: Sequence[Origins]) -> frozenset[PartUse]:
         """The uses of the operands that still are those of a result."""
@@ -119,6 +121,22 @@ class Parts:
                     each.layout = sources[0].layout if new.is_raw else None
                     made.add(PartUse(rows, is_step=False))
         return frozenset(made)
+
+    def side_by_side(self, begun: Begun, read: Origins) -> None:
+        """Refuse parameters that are used on some positions side by side, and on others as well.
+
+        Each of these uses is a step, `u(torch.cat([x[:, t], x[:, t - 1]], -1))`, but the sample has
+        one token for all of them.
+        """
+        rows = self._rows(read)
+        if len(rows) == sum(math.prod(each.grid) for each in self._sources.present(rows)):
+            return
+        others = self._beside.setdefault(begun.leaves, [])
+        for other, known in others:
+            if not torch.equal(rows, known):
+                for each in (begun, other):
+                    each.is_split = each.is_again = True
+        others.append((begun, rows))
 
     def _is_mixed(self, origins: Origins) -> bool:
         """Whether rows are at no positions, but of whole samples or of all of them."""

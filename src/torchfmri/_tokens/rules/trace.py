@@ -427,7 +427,10 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             each.is_split |= is_mixed and not each.leaves.isdisjoint(leaves)
         is_first = not self.steps.is_step(found) and self._has_computed(operands, found)
         if is_mixed or is_first:
-            found.begun |= {Begun(leaves)}
+            begun = Begun(leaves)
+            found.begun |= {begun}
+            if is_mixed:
+                self.joins.parts.side_by_side(begun, read[0])
         is_start = any(id(each) in self._computed for each in operands)
         found.parts = self.joins.parts.used(found, leaves, self.steps.is_step(found), is_start)
         return found

@@ -25,6 +25,7 @@ from torchfmri._tokens.rules.numbers import (
     equal,
 )
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.parts import Parts
 from torchfmri._tokens.rules.sources import MadeOf, Sources
 from torchfmri._tokens.rules.step_uses import Chain, united
 from torchfmri._tokens.rules.steps import Steps
@@ -41,6 +42,7 @@ class Joins:
 
     def __init__(self, sources: Sources, grids: Grids, steps: Steps) -> None:
         self.sources, self._grids, self.steps = sources, grids, steps
+        self.parts = Parts(sources)
 
     def join(self, several: Sequence[Origins], shape: torch.Size, name: str) -> Origins | None:
         """The origins of the result of an operation entry by entry on these operands."""
@@ -54,11 +56,12 @@ class Joins:
             samples = result.is_sample and each.is_sample
             pair, walk = result.pair or each.pair, self.steps.walks.united(result.walk, each.walk)
             ended, has_begun = result.ended or each.ended, result.has_begun or each.has_begun
+            parts = self.parts.take(result, each)
             result = self._join(result, self._spread(each, shape), name)
             result.seen, result.born = result.seen | seen, born
             result.pair, result.walk = result.pair or pair, result.walk or walk
             result.ended, result.has_begun = result.ended or ended, has_begun
-            result.is_doubtful = doubtful
+            result.is_doubtful, result.parts = doubtful, result.parts | parts
             result.is_slice, result.is_sample = slices, samples
         return result
 
@@ -237,10 +240,17 @@ class Joins:
         is_alike = a.shape in shapes  # no scores of pairs
         for each in one.begun | other.begun if is_alike and not (single_a and single_b) else ():
             each.is_split = True
+        if any(map(self._has_gaps, (one, other))):
+            for step in (one, other, *one.history.values(), *other.history.values()):
+                self.steps.lose(step)
+            return None
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
             self.steps.spread(one_position)
-            return many if self._grids.is_single(one_position.first) else None
+            if not self._grids.is_single(one_position.first):
+                return None
+            first = torch.where(many.first == NOBODY, one_position.first, many.first)
+            return many.but(first=first)
         if single_a:
             return self.steps.stepped(one, other)
         finer = self._grids.finer(one.first, other.first)
@@ -251,6 +261,14 @@ class Joins:
         if whole_a != whole_b and ours == theirs:
             return one if whole_a else other
         return None
+
+    def _has_gaps(self, origins: Origins) -> bool:
+        """Whether samples have one position each, and there are rows of constants beside them.
+
+        Added to another position, only some rows take it in: their sum is of two positions.
+        """
+        has_constants = bool((compact(origins.first) == NOBODY).any())
+        return has_constants and self._grids.is_single(origins.first)
 
 
 def _are_apart(one: MadeOf | None, other: MadeOf | None) -> bool:

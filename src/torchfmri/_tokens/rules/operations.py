@@ -280,7 +280,10 @@ class TokenRules(OperatorCall):
             clash = self._clashes(first, values)
             several = [Origins(first), *([] if old is None else [old])]
             joined = self.joins.join(several, result.shape, self.name)
-            first = first if joined is None else joined.first
+            first = first if joined is None else joined.told().first
+            for each in (old, new) if bool((compact(first) == SEVERAL).any()) else ():
+                if each is not None:
+                    self.steps.lose(each)
             if clash:
                 first = torch.where(first >= 0, torch.full_like(first, SEVERAL), first)
         elif new is not None:
@@ -439,12 +442,14 @@ class TokenRules(OperatorCall):
             if found is None or matrix.requires_grad:
                 continue
             found = self.layouts.settled(found, [-2])
-            if is_constant_along(found.first, -2) or not is_constant_along(found.first, -1):
+            if is_constant_along(found.first, -2):
                 continue
             if not bool((((matrix == 0) | (matrix == 1)) & (matrix.sum(-1, True) <= 1)).all()):
                 continue
             chosen = matrix.argmax(-1, keepdim=True)
-            numbers = found.first[..., :1].expand(*matrix.shape[:-2], -1, 1).gather(-2, chosen)
+            n = 1 if is_constant_along(found.first, -1) else found.first.shape[-1]
+            numbers = found.first[..., :n].expand(*matrix.shape[:-2], -1, n)
+            numbers = numbers.gather(-2, chosen.expand(*chosen.shape[:-1], n))
             numbers = torch.where(matrix.any(-1, keepdim=True), numbers, NOBODY)
             numbers = numbers if is_left else numbers.mT
             dynamic = found.is_dynamic or not self.trace.is_fixed(matrix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torchfmri._tokens.rules.numbers import SEVERAL, compact, unique
 from torchfmri._tokens.rules.row_reach import NONE, Rests, RowReach
 from torchfmri._tokens.rules.second_walks import SecondWalk
 from torchfmri._tokens.rules.step_uses import REASON, Begun, Chain, StepUse, TwoPositions
+
+if TYPE_CHECKING:
+    from torchfmri._tokens.rules.parts import PartUse
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,7 @@ class Origins:
         reach: Of rows that a recurrence has made, by token: the rows of which they were computed.
         rests: What is taken for granted: rows that recurrences had made when they became data.
         begun: The walks of several positions at once that led here.
+        parts: The uses of parameters on some positions that this is made of, see `parts.py`.
         born: When one position was selected, as a number of operations.
         is_slice: Made of one position of each row, as x[:, t] is.
         is_sample: Made of one entry of the first axis, as x[t] is: a sample, or a step.
@@ -76,6 +80,7 @@ class Origins:
     reach: Mapping[int, RowReach] = field(default_factory=dict)
     rests: Rests = NONE
     begun: frozenset[Begun] = frozenset()
+    parts: frozenset[PartUse] = frozenset()
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:
         """The origins of a tensor whose entries are those of this one, moved."""

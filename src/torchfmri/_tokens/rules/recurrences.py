@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.parts import is_open
 from torchfmri._tokens.rules.proof import Proof
 from torchfmri._tokens.rules.row_reach import token_at
 from torchfmri._tokens.rules.second_walks import SecondWalks
@@ -184,7 +185,7 @@ class Recurrences:
     def settled(self, origins: Origins) -> Origins:
         """The origins of a sequence; of none, where it was put together of refused steps."""
         is_row = all(self.proof.is_row(*each) for each in (*origins.reach.items(), *origins.rests))
-        if not is_row or any(each.is_open for each in origins.begun):
+        if not is_row or any(each.is_open for each in origins.begun) or is_open(origins):
             return origins.but(
                 first=torch.full_like(origins.first, SEVERAL),
                 second=None,

@@ -302,7 +302,12 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             begun = by_entry and found.has_begun and call.has_constants(each.shape)
             reach = self._reach(found, read, name, by_entry or call.is_move, begun)
             rests = self.reaches.rests(found, read, name)
-            found = replace(found, reach=reach, rests=rests, begun=_begun(read))
+            parts = (
+                self.joins.parts.kept(found, (*read, found))
+                if by_entry or len(read) == 1
+                else frozenset()
+            )
+            found = replace(found, reach=reach, rests=rests, begun=_begun(read), parts=parts)
             if leaves:
                 # Rows that ids choose are at these, unless a state has made the ids.
                 if name not in MOVES and (name != "embedding" or found.chain):
@@ -422,7 +427,12 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             each.is_split |= is_mixed and not each.leaves.isdisjoint(leaves)
         is_first = not self.steps.is_step(found) and self._has_computed(operands, found)
         if is_mixed or is_first:
-            found.begun |= {Begun(leaves)}
+            begun = Begun(leaves)
+            found.begun |= {begun}
+            if is_mixed:
+                self.joins.parts.side_by_side(begun, read[0])
+        is_start = any(id(each) in self._computed for each in operands)
+        found.parts = self.joins.parts.used(found, leaves, self.steps.is_step(found), is_start)
         return found
 
     def _has_computed(self, operands: Sequence[Tensor], found: Origins) -> bool:

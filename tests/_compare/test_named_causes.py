@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import InspectionError, Inspector, Monitor, Run, compare
+from torchfmri._compare.causes import replaced_classes
 from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.kinds import kinds_of
 from torchfmri._compare.recording import RecordedRows
@@ -534,3 +535,10 @@ def test_a_class_that_one_module_of_many_has_is_named() -> None:
     all_ = compare(made(plain, plain), made(RootMeanSquare, RootMeanSquare), data=x).first
     assert all_ is not None
     assert "class" not in [kind.name for kind in all_.kinds], "a port has other classes"
+
+
+def test_an_empty_sequential_has_a_class_too() -> None:
+    """A module without members is False: such pairs were left out."""
+    a = {"0": nn.Sequential(), "1": nn.Sequential()}
+    b = {"0": nn.Identity(), "1": nn.Sequential()}
+    assert replaced_classes(a, b, {"0": "0", "1": "1"}) == {(nn.Sequential, nn.Identity)}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchfmri import Inspector
+from torchfmri._text.columns import Column, FittedTable, Style
 from torchfmri._text.labels import display_width, shorten
 from torchfmri._text.rows import Row, group_reasons, make_lines, number_text, share_text
 from torchfmri._text.table import html_table, text_table
@@ -115,6 +116,13 @@ def test_no_line_is_wider_than_the_terminal(width: int, fold: bool) -> None:
 def test_columns_that_do_not_fit_are_named() -> None:
     assert "no room for" not in table([row()], width=150)
     assert "no room for type, shape" in table([row("encoder.layers.attention")], width=70)
+
+
+def test_two_columns_of_one_title_are_named_once() -> None:
+    columns = [Column("over depth", ["x" * 20], at) for at in range(3)]
+    fitted = FittedTable(["layer"], [*columns, Column("loss", ["1"], 9)], 30, Style(False, False))
+    assert fitted.dropped == ["over depth", "over depth"]
+    assert " ".join(fitted.missing_columns()) == "no room for over depth in 30 columns"
 
 
 def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

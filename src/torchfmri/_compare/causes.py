@@ -58,7 +58,7 @@ def transposing_classes(
 def replaced_classes(
     a: Mapping[str, nn.Module], b: Mapping[str, nn.Module], names: Mapping[str, str]
 ) -> Convention:
-    """Return which classes are others in b for a few modules only: not as a port has them.
+    """Return the pairs of classes that differ in a few modules only; in a port they differ in all.
 
     Args:
         a: The modules of one side by layer.
@@ -66,7 +66,9 @@ def replaced_classes(
         names: Layer of a -> layer of b.
     """
     known = ((a.get(layer), b.get(partner)) for layer, partner in names.items())
-    counts = Counter((type(one), type(two)) for one, two in known if one and two)
+    counts = Counter(
+        (type(one), type(two)) for one, two in known if not (one is None or two is None)
+    )
     pairs = (pair for pair in counts if pair[0] is not pair[1])
     return frozenset(pair for pair in pairs if counts[pair[0], pair[0]] >= counts[pair])
 

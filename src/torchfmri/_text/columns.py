@@ -135,7 +135,9 @@ class FittedTable:
         """Return lines that name the dropped columns, after other remarks about the table."""
         remarks = list(before)
         if self.dropped:
-            remarks.append(f"no room for {', '.join(self.dropped)} in {self._width} columns")
+            remarks.append(
+                f"no room for {', '.join(dict.fromkeys(self.dropped))} in {self._width} columns"
+            )
         return [self._style.paint(part, DIM) for part in wrap("; ".join(remarks), self._width)]
 
     def _draw(self, name: str, cells: Sequence[str], code: str) -> str:

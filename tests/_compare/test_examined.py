@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 class Joined(nn.Module):
-    """The same with gate and up in one layer, and with names of its own."""
+    """A port of the decoder above: gate and up are one layer, and layers have other names."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ def test_a_recording_has_no_weights_and_is_aligned_by_its_classes() -> None:
 
 
 class Named(Model):
-    """The same blocks in a dictionary, under numbers that tell another order than they run in."""
+    """A model whose blocks are in a ModuleDict, under numbers in another order than they run."""
 
     def __init__(self, model: Model, names: list[str]) -> None:
         super().__init__([])

@@ -51,7 +51,7 @@ def reference(name: str, ids: list[list[int]], new_tokens: int, **options: Any) 
 
 
 def assert_alike(found: Scan, expected: Scan, tolerance: float) -> None:
-    """The same tokens; every number within a part of its layer's largest."""
+    """Assert equal tokens, and numbers apart by at most `tolerance` of their layer's largest."""
     assert found.layers == expected.layers
     assert found.metrics == expected.metrics
     assert len(found) == len(expected) == len(rows())

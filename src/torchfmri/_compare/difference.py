@@ -121,7 +121,7 @@ class Pair:
 
 
 def beyond_text(tolerance: float | None) -> str:
-    """What a difference has to be beyond to count, as the end of a noun."""
+    """The words for the bound that a difference must exceed: the noise, or a tolerance."""
     if tolerance is None:
         return " beyond noise"
     return f" of more than {tolerance:g}" if tolerance else ""

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def compiled_parts(self) -> list[CompiledForward]:
-        """What is compiled of the model, or all of it: inside these no layer can be seen."""
+        """The compiled modules of the model, inside which no layer can be seen."""
         whole = CompiledForward(self.model)
         return [whole] if whole.known else compiled_parts(self.model)
 

@@ -79,7 +79,7 @@ def all_of(
 def kinds(
     again: Mapping[Positions, int], chain: Sequence[Positions], state: Positions
 ) -> dict[tuple[str, int], int]:
-    """What a state was joined with again, by how many steps ago that is, and how often."""
+    """Return how often a state was joined with earlier ones: (kind, steps ago) -> count."""
     found: dict[tuple[str, int], int] = {}
     level = chain.index(state)
     order = [*chain[0], *(min(rows(b) - a) for a, b in pairwise(chain))]
